@@ -125,10 +125,7 @@ def _name(case: tuple[str, bool]) -> str:
 def measure(*, rows: int, batches: int, rounds: int) -> dict[str, Any]:
     meeting = Meeting(WORKERS)
     with scratch_folder() as folder, LocalServers(SERVERS) as servers:
-        forked(
-            WORKERS,
-            lambda rank: work(rank, servers, meeting, folder, rows=rows, batches=batches, rounds=rounds),
-        )
+        forked(WORKERS, lambda rank: work(rank, servers, meeting, folder, rows=rows, batches=batches, rounds=rounds))
         notes = [json.loads((folder / str(rank)).read_text()) for rank in range(WORKERS)]
         told = json.loads((folder / "servers").read_text())
     cases = {}

@@ -133,10 +133,7 @@ class Half(nn.Module):
 
 def border(case: Case) -> int:
     """How many blocks the first stage has: as Shoal cuts it, so that both compute the same."""
-    job, config = (
-        _job(case, {"microbatches": MICROBATCHES}),
-        RunConfig().changed(layout="pipeline=2"),
-    )
+    job, config = (_job(case, {"microbatches": MICROBATCHES}), RunConfig().changed(layout="pipeline=2"))
     stages = make_outline(job, open_job(job).source, plan_for(job, config)).stages
     assert stages is not None
     return sum(name.startswith("blocks.") for name in stages.blocks_of(0))

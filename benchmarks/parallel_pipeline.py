@@ -45,7 +45,7 @@ def make_job(case: Equal, **more: Any) -> shoal.Job:
 def bubble(case: Equal, ranks: int, schedule: str) -> dict[str, float]:
     """Of one run: measured, by the schedule and by the formula; and how unlike its stages were."""
     value = run(case, f"pipeline={ranks}", schedule)
-    busy = [each["busy_seconds"] for each in value["carried"]]
+    busy = [each["busy_seconds"] for each in value["model_shards"]]
     return {"measured": value["bubble"]["measured"], "busiest_over_mean": max(busy) / (sum(busy) / len(busy))}
 
 
@@ -62,7 +62,7 @@ def bubble_in_theory(ranks: int, schedule: str, microbatches: int) -> float:
 
 def peaks(case: Equal, layout: str, schedule: str = "1f1b", **more: Any) -> list[int]:
     """Bytes, by worker: above what the process had when it began."""
-    return [each["peak_bytes"] for each in run(case, layout, schedule, capped=True, **more)["carried"]]
+    return [each["peak_bytes"] for each in run(case, layout, schedule, capped=True, **more)["model_shards"]]
 
 
 def held(case: Equal, ranks: int) -> list[int]:

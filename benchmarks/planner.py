@@ -37,9 +37,8 @@ from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of
-from shoal.report.events import StepsCommitted
+from shoal.report.events import TIME_PARTS, StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import TIME_PARTS
 from train import machine
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
@@ -177,7 +176,7 @@ def run(job: shoal.Job, way: Way, steps: int) -> Measured:
             slow="ignore",
         )
         told = [event for event in RunFolder.open(report.folder).read_events() if isinstance(event, StepsCommitted)]
-        return measured(told, [each["peak_bytes"] for each in report.value["carried"]])
+        return measured(told, [each["peak_bytes"] for each in report.value["model_shards"]])
 
 
 def measured(told: Sequence[StepsCommitted], peaks: Sequence[float]) -> Measured:

@@ -176,11 +176,7 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
             compress = "" if word == "none" else f"{word}@rack"
             with scratch_folder() as folder:
                 config = RunConfig().changed(
-                    workers=WORKERS,
-                    run_dir=folder / "run",
-                    quiet=True,
-                    predict=False,
-                    compress=compress,
+                    workers=WORKERS, run_dir=folder / "run", quiet=True, predict=False, compress=compress
                 )
                 try:
                     report = train_with(job, config, name="digits", launcher=lab.launcher).value
@@ -194,7 +190,7 @@ def digits(lab: Lab, compressors: Sequence[str], rounds: int, settings: Sequence
 
 def _trained(word: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     last = reports[-1]
-    rack = last["travel"]["levels"].get("rack") or {"bytes": None, "bytes_per_step": None, "error": None}
+    rack = last["traffic"]["levels"].get("rack") or {"bytes": None, "bytes_per_step": None, "error": None}
     return {
         "compressor": word,
         "exact": last["exact"],
@@ -208,7 +204,7 @@ def _trained(word: str, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes_between_racks": rack["bytes"],
         "bytes_per_step": rack["bytes_per_step"],
         "error": rack["error"],
-        "way": last["travel"]["way"],
+        "way": last["traffic"]["transport"],
     }
 
 

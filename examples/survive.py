@@ -44,7 +44,7 @@ if __name__ == "__main__":
         killer.touch()
         calm = shoal.train(job(None), workers=3, run_dir=f"{folder}/calm", quiet=True)
         hurt = shoal.train(job(killer), workers=3, run_dir=f"{folder}/hurt", quiet=True)
-    for fault in hurt.value["faults"]:
+    for fault in hurt.value["incidents"]:
         print(f"worker {fault['worker']}: {fault['detected_by']}; next commit after {fault['seconds']:.2f} s")
     print("undisturbed      ", calm.weights_sha256)
     print("one worker killed", hurt.weights_sha256)

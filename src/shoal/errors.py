@@ -2,16 +2,16 @@
 
     ShoalError                  exit code 1
     ├── InputError              2   the user's mistake; nothing was changed
-    │   ├── CallError               arguments of a collective that do not fit, told before anything moves
+    │   ├── CallError               arguments of a collective that do not fit; no data has moved
     │   ├── JobError                a job that cannot be trained as written
     │   ├── PlanError               a placement that does not fit the job
-    │   ├── MemoryNeeded            a worker that has less memory than its part of the training needs
+    │   ├── MemoryNeeded            a worker that has less memory than its share of the training needs
     │   ├── RunFolderError          a run folder that is missing, unwritable or full
     │   └── CheckpointError         a checkpoint that is corrupt, foreign, or of another arithmetic
     ├── RunError                1   a run that failed after it began
     │   ├── WorkerError             a worker raised or died
-    │   ├── CollectiveError         a collective that cannot end: a peer died, left, is late, or does something else
-    │   │   └── PeerLost            another rank is gone or has not come in time
+    │   ├── CollectiveError         a collective that cannot end: a peer died, left, is late, or calls another one
+    │   │   └── PeerLost            another rank is gone or late
     │   ├── NonFiniteError          a loss that is not finite
     │   └── MismatchError           workers that should agree do not
     └── Stopped                 3   ended early on request; can be resumed
@@ -42,52 +42,41 @@ class InputError(ShoalError):
     exit_code = 2
 
 
-class CallError(InputError, ValueError, RuntimeError):  # gloo raises the one here and the other there
-    pass
+class CallError(InputError, ValueError, RuntimeError): ...  # gloo raises sometimes ValueError, sometimes RuntimeError
 
 
-class JobError(InputError):
-    pass
+class JobError(InputError): ...
 
 
-class PlanError(InputError):
-    pass
+class PlanError(InputError): ...
 
 
 class MemoryNeeded(InputError):
     needed: int = 0  # bytes, at the least
 
 
-class RunFolderError(InputError):
-    pass
+class RunFolderError(InputError): ...
 
 
-class CheckpointError(InputError):
-    pass
+class CheckpointError(InputError): ...
 
 
-class RunError(ShoalError):
-    pass
+class RunError(ShoalError): ...
 
 
-class WorkerError(RunError):
-    pass
+class WorkerError(RunError): ...
 
 
-class CollectiveError(RunError, RuntimeError):  # torch's own collectives raise RuntimeError
-    pass
+class CollectiveError(RunError, RuntimeError): ...  # torch's own collectives raise RuntimeError
 
 
-class PeerLost(CollectiveError):
-    pass
+class PeerLost(CollectiveError): ...
 
 
-class NonFiniteError(RunError):
-    pass
+class NonFiniteError(RunError): ...
 
 
-class MismatchError(RunError):
-    pass
+class MismatchError(RunError): ...
 
 
 class Stopped(ShoalError):

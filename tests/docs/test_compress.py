@@ -6,9 +6,7 @@ import msgspec
 
 from helpers.command import program
 from helpers.places import BENCHMARKS
-from shoal.collectives.compression import (
-    COMPRESSORS,
-)
+from shoal.collectives.compression import COMPRESSORS
 
 BENCHMARK = BENCHMARKS / "compressors.py"
 

@@ -28,7 +28,7 @@ def test_a_run_that_meets_every_kind_of_fault_ends_with_the_hash_of_one_that_met
     assert {done.kind for done in truth} == {"kill", "stop", "store", "driver"}
     assert {row["kind"]: row["injected"] for row in found["rows"]} == Counter(done.kind for done in truth)
     assert found["weights_sha256"] == found["twin_sha256"] is not None
-    assert found["samples_lost"] == found["samples_doubled"] == found["repeated"] == 0
+    assert found["samples_lost"] == found["samples_repeated"] == found["repeated"] == 0
     assert len(events(run, "driver-changed")) == 1 and not events(run / "twin", "worker-lost")
     for done in truth:
         assert f"{done.kind:9}" in result.err

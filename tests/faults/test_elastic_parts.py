@@ -335,7 +335,7 @@ def test_shrink_goes_on_with_one_replica_and_then_with_another_layout(faults: Fa
     assert faults.told("worker-added") == []
     assert faults.audit(job()).sound
     assert (value["layout"], value["outcome"]) == ("data=1", "done")
-    (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
+    (told,) = [fault["reason"] for fault in value["incidents"] if fault["kind"] == "layout-changed"]
     assert told == "layout data=2,pipeline=2 → data=1: 1 worker left"
 
 

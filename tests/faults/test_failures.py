@@ -731,7 +731,7 @@ def test_what_is_not_supported_says_what_is() -> None:
         ("SHOAL_COMPRESS", "int9", "int9"),
         ("SHOAL_COMPRESS", "int8@planet", "planet"),
         ("SHOAL_LINKS", "{1}", "SHOAL_LINKS is '{1}'"),
-        ("pg_options", "", "pg_options of the backend shoal are a shoal.collectives.options.Wish, not list"),
+        ("pg_options", "", "pg_options of the backend shoal are a shoal.collectives.CommOptions, not list"),
     ],
 )
 def test_a_wrong_setting_on_one_rank_is_an_error_on_all(variable: str, value: str, sentence: str) -> None:

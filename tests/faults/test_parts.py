@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoint_parts import (
-    assert_same,
-    cut,
-    names,
-    pipeline,
-    sliced,
-    trained,
-    write,
-)
+from helpers.checkpoint_parts import assert_same, cut, names, pipeline, sliced, trained, write
 from helpers.command import forked
 from shoal.errors import CheckpointError
 from shoal.recovery.checkpoint import directory, shards

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from helpers.command import Forked
-from shoal.testing.simulation import SimWorld, run
+from shoal.testing.simulation import SimRun, run
 from shoal.testing.simulation.invariants import CASES
 
 SEEDS = 4000
@@ -37,7 +37,7 @@ def test_no_law_is_broken_and_every_case_is_met() -> None:
 
 def test_a_seed_replays_in_another_process() -> None:
     """Its story holds no time, no address and no order of a hash table of this process."""
-    world = SimWorld(3, trace=True)
+    world = SimRun(3, trace=True)
     world.run()
     assert world.trace
     command = [sys.executable, "-m", "shoal.testing.simulation", "--seed", "3", "--trace"]

@@ -41,7 +41,7 @@ def compared(**changes: Any) -> dict[str, Any]:
         "samples_per_second": 900.0,
         "step_ms": {"total": 60.0, "data": 1.0, "compute": 47.0, "wait": 4.0, "merge": 3.0, "apply": 2.0, "other": 3.0},
         "per_worker": workers,
-        "carried": [{"rank": 0, "peak_bytes": 100, "busy_seconds": None, "stream_seconds": None}],
+        "model_shards": [{"rank": 0, "peak_bytes": 100, "busy_seconds": None, "stage_seconds": None}],
     }
     found = reconcile(prediction | changes.pop("prediction", {}), report | changes)
     assert found is not None

@@ -5,14 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shoal.paramserver.messages import (
-    ClientId,
-    HelloRequest,
-    RefusedReply,
-    ServerReply,
-    ServerRequest,
-    WelcomeReply,
-)
+from shoal.paramserver.messages import ClientId, HelloRequest, RefusedReply, ServerReply, ServerRequest, WelcomeReply
 
 
 class Answer(NamedTuple):

@@ -20,11 +20,7 @@ from shoal.parallel.data_parallel import DataParallel
 from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.step import Closure, StepInput, StepResult
-from shoal.testing import (
-    cross_entropy,
-    dropout_net,
-    samples_for,
-)
+from shoal.testing import cross_entropy, dropout_net, samples_for
 
 Named = dict[str, Tensor | None]
 Batch = tuple[Tensor, ...]

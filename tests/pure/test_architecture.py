@@ -46,7 +46,8 @@ def test_a_function_beside_a_file_is_in_it() -> None:
         for path, rest in re.findall(r"([a-z_/]+/[a-z_]+\.py)((?:  +| ─► |, |\w|\.|│| )*)", block):
             words = re.match(r"(?:\s|─►|│|,)*((?:[\w.]+(?:\s*(?:─►|,|│)\s*)?)+)", rest)
             for name in re.split(r"\s*(?:─►|,|│)\s*|\s{2,}", words[1].strip() if words else ""):
-                if re.fullmatch(r"[A-Za-z_]\w*(?:\.\w+)?", name) and (name[0].isupper() or "_" in name or name == "train"):
+                known = name == "train" or re.fullmatch(r"[A-Z]\w*(?:\.\w+)?|[a-z]+_\w+", name)
+                if known:
                     wrong += [] if name in DEFINED[path] else [f"{path}: {name}"]
     assert wrong == []
 

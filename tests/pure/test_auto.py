@@ -191,7 +191,7 @@ def test_the_replicas_may_be_impossible_with_more_to_do() -> None:
         (["--workers", "5"], "5 workers but 4 lanes: each worker needs a lane"),
         (["--plan", "auto", "--layout", "data=2"], "--plan auto and a layout: the planner chooses one"),
         (["--plan", "auto", "--workers", "2", "--shares", "3,1"], "--plan auto and --shares 3,1: both assign"),
-        (["--workers", "2", "--cluster", "laptob"], "no cluster is called laptob"),
+        (["--workers", "2", "--cluster", "laptob"], "there is no cluster laptob"),
         (["--workers", "2", "--calibrate", "nothing"], "no run 'nothing'"),
     ],
 )

@@ -27,14 +27,14 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     ),
     "uneven cut, with microbatches": (
         ["job.py", "--set", "microbatches=3"],
-        ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 pieces)", "batch=12 or 24"],
+        ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 in all)", "batch=12 or 24"],
     ),
     "more workers than lanes": (["job.py", "--workers", "5"], ["5 workers but 4 lanes", "--workers 4, or lanes=8"]),
     "no workers": (["job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
     "workers in words": (["job.py", "--workers", "two"], ["--workers", "'two'", "shoal train --help"]),
     "data smaller than a batch": (
         ["job.py", "--set", "batch=512"],
-        ["the data has 160 samples, fewer than one batch of 512", "a smaller batch"],
+        ["the data has 160 samples, fewer than a batch of 512", "a smaller batch"],
     ),
     "steps and epochs": (
         ["job.py", "--set", "steps=3", "--set", "epochs=1"],
@@ -59,15 +59,12 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "unknown setting": (["job.py", "--set", "stepz=5"], ["--set stepz", "did you mean --set steps=5?"]),
     "a setting that is no name": (["job.py", "--set", "model=x"], ["--set model", "one of batch, steps"]),
     "bad value": (["job.py", "--set", "steps=many"], ["--set steps=many", "'many' is not a whole number"]),
-    "bad switch": (["job.py", "--set", "shuffle=2"], ["--set shuffle=2", "true or false"]),
+    "bad switch": (["job.py", "--set", "shuffle=2"], ["--set shuffle=2", "neither true nor false"]),
     "no value": (["job.py", "--set", "steps"], ["--set steps: a name and a value", "--set steps=50"]),
     "value out of range": (["job.py", "--set", "steps=0"], ["steps=0 must be a whole number from 1 up"]),
     "unknown precision": (["job.py", "--set", "precision=fp8"], ["precision='fp8'", "one of 'fp32'"]),
     "shares in words": (["job.py", "--workers", "2", "--shares", "big,small"], ["'big,small' are not numbers", "3,1"]),
-    "shares of others": (
-        ["job.py", "--workers", "2", "--shares", "1,2,1"],
-        ["3 shares for 2 workers", "--workers 3"],
-    ),
+    "shares of others": (["job.py", "--workers", "2", "--shares", "1,2,1"], ["3 shares for 2 workers", "--workers 3"]),
     "shares of nothing": (["job.py", "--workers", "2", "--shares", "1,0"], ["'1,0': each must be above 0"]),
     "stop before the first step": (["job.py", "--stop-after", "0"], ["--stop-after 0: a number from 1 up"]),
     "no time at all": (["job.py", "--timeout", "0"], ["--timeout 0.0: seconds above 0"]),
@@ -186,8 +183,8 @@ def sharded_loader() -> DataLoader[Tensor]:
     [
         (Stream(), "an IterableDataset has no sample numbers"),
         (DataLoader(Stream(), batch_size=4), "a DataLoader over an IterableDataset"),
-        (sharded_loader(), "a DataLoader with a DistributedSampler is already cut"),
-        (42, "int is none of the forms that data can have"),
+        (sharded_loader(), "a DataLoader with a DistributedSampler has one rank's samples"),
+        (42, "int is not a supported type"),
         ((torch.zeros(3), torch.zeros(4)), "tensors of different lengths: 3, 4"),
     ],
 )
@@ -210,5 +207,5 @@ def test_tensorboard_that_is_not_installed(call: Caller, tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     write_job(tmp_path)
     result = call("train", "job.py", "--tensorboard")
-    assert_plain(result, "tensorboard is not there", "pip install 'shoal[tensorboard]'")
+    assert_plain(result, "needs the package tensorboard, which is missing", "pip install 'shoal[tensorboard]'")
     assert not (tmp_path / "runs").exists()

@@ -96,7 +96,9 @@ def test_it_says_what_it_does() -> None:
 
 
 def test_runs_of_another_cluster_are_refused() -> None:
-    with pytest.raises(InputError, match=r"run b was predicted for cluster dgx-a100, and mine\.toml is to be"):
+    with pytest.raises(
+        InputError, match=r"run b was predicted for cluster dgx-a100, but the calibration is for mine\.toml"
+    ):
         fit_calibration([run("a"), run("b", cluster="dgx-a100")])
     with pytest.raises(InputError, match="no run to calibrate with"):
         fit_calibration([])
@@ -184,7 +186,9 @@ def test_a_calibration_is_kept_in_a_file(tmp_path: Path) -> None:
     assert (
         read_calibration(tmp_path / "c.json") == load_calibration([str(tmp_path / "c.json")], "laptop preset") == found
     )
-    with pytest.raises(InputError, match=r"c\.json calibrates cluster laptop preset, and dgx-a100 is to be"):
+    with pytest.raises(
+        InputError, match=r"c\.json calibrates cluster laptop preset, but the prediction is for dgx-a100"
+    ):
         load_calibration([str(tmp_path / "c.json")], "dgx-a100")
 
 
@@ -197,10 +201,10 @@ def test_a_cluster_file_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pyt
 
 def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     refused = [
-        (folder(tmp_path / "a", seconds=None, reason="cannot be followed"), "run a was not predicted: cannot be fol"),
-        (folder(tmp_path / "b"), r"run b was not predicted \(there is no prediction.json\)"),
-        (folder(tmp_path / "c"), r"run c has no report: it goes on, or was killed \(there is no report.json\)"),
-        (folder(tmp_path / "d"), "run d came to no step"),
+        (folder(tmp_path / "a", seconds=None, reason="cannot be followed"), "run a has no prediction: cannot be fol"),
+        (folder(tmp_path / "b"), r"run b has no prediction \(prediction.json is missing\)"),
+        (folder(tmp_path / "c"), r"run c has no report: it still runs, or was killed \(report.json is missing\)"),
+        (folder(tmp_path / "d"), "run d has no step to compare"),
         (folder(tmp_path / "e"), "cannot be read"),
     ]
     (tmp_path / "b" / "prediction.json").unlink()
@@ -210,7 +214,9 @@ def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
     for name, words in refused:
         with pytest.raises(InputError, match=words):
             observe_run(RunFolder(Path(name)))
-    with pytest.raises(InputError, match="was predicted for cluster laptop preset, and dgx-a100 is to be"):
+    with pytest.raises(
+        InputError, match="was predicted for cluster laptop preset, but the calibration is for dgx-a100"
+    ):
         load_calibration([folder(tmp_path / "f")], "dgx-a100")
     (tmp_path / "g.json").write_text('{"compute": "much"}')
     with pytest.raises(InputError, match="is no calibration"):

@@ -164,7 +164,7 @@ def test_a_card_compares_with_the_twin() -> None:
         ({"outcome": "failed", "failure": {"message": "boom"}}, {}, "the run failed: boom"),
         ({}, {"weights_sha256": None}, "the twin failed"),
         ({"steps": 21}, {}, "the run ended at step 21, the twin at 20"),
-        ({"committed": {"samples_lost": 4, "samples_doubled": 2}}, {}, "4 samples were lost, 2 seen twice"),
+        ({"committed": {"samples_lost": 4, "samples_repeated": 2}}, {}, "4 samples were lost, 2 seen twice"),
     ],
 )
 def test_a_card_says_what_is_wrong(report: dict[str, Any], twin: dict[str, Any], trouble: str) -> None:

@@ -426,10 +426,7 @@ def test_saving_overlaps_training_and_never_runs_twice_at_once(tmp_path: Path) -
     slow.go.release()
     saver.close()
     saver.close()
-    assert [(written.path.name, step) for written, step in told.saved] == [
-        ("step-00000001", 1),
-        ("step-00000002", 2),
-    ]
+    assert [(written.path.name, step) for written, step in told.saved] == [("step-00000001", 1), ("step-00000002", 2)]
     assert told.failed == []
     assert threading.active_count() == threads
 

@@ -89,10 +89,10 @@ def test_two_links_of_ten_through_an_uplink_of_ten_are_two_to_one() -> None:
         (LINK + "[links.rack]\noversubscription = 0\n[[racks]]\nhosts = 1", "oversubscription is 0, and should be"),
         (
             LINK + "[links.rack]\noversubscription = 4\nbandwidth = '1 Gbit/s'\n[[racks]]\nhosts = 1",
-            "links.rack.bandwidth 1 Gbit/s and links.rack.oversubscription 4: either says",
+            "links.rack.bandwidth 1 Gbit/s and links.rack.oversubscription 4: both give",
         ),
         (LINK + "[hosts]\nworkers = true\n[[racks]]\nhosts = 1", "hosts.workers is True, and should be"),
-        (LINK + "[[racks]]\nhosts = ['a', 'a']", "two hosts are called a"),
+        (LINK + "[[racks]]\nhosts = ['a', 'a']", "two hosts are named a"),
         (LINK + "[[racks]]\nhosts = ['A/b']", r"racks\[0\].hosts is 'A/b', and should be a name"),
         (LINK + "[[racks]]\nname = 'x'\ncount = 2\nhosts = 1", r"one name, 'x', for 2 racks"),
     ],

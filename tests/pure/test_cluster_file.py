@@ -142,7 +142,7 @@ def test_two_devices_of_one_name_cannot_be_written() -> None:
     one, other = rack.hosts
     assert other.device is not None
     other = replace(other, device=replace(other.device, memory=1))
-    with pytest.raises(InputError, match="two devices are called rtx4090"):
+    with pytest.raises(InputError, match="two devices are named rtx4090"):
         cluster_text(Cluster(racks=(replace(rack, hosts=(one, other)),)))
 
 
@@ -165,16 +165,16 @@ def changed(old: str, new: str) -> str:
         ),
         (
             '[hosts]\ndevice = "l4"\ndevices = 2\n[links.host]\nbandwidth = "1 Gb/s"\n[[racks]]\nhosts = 1',
-            r"c.toml:3: 2 devices l4 in a host, and nothing is said of the link between them\n  fix: \[links.inside\]",
+            r"c.toml:3: 2 devices l4 in a host, but no link between them\n  fix: \[links.inside\]",
         ),
         # contradictory
-        (changed("sockets = 2", "sockets = 3"), "c.toml:24: 4 devices in a host, and links.socket.sockets 3"),
+        (changed("sockets = 2", "sockets = 3"), "c.toml:24: 4 devices in a host, but links.socket.sockets 3"),
         (changed('"1 GiB"', '"24 GB"'), "c.toml:9: devices.ours.reserved 24 GB of devices.ours.memory 24 GB: nothing"),
         (changed('fp16 = "100', 'bf16 = "90 TFLOP/s", fp16 = "100'), "c.toml:2: .* bf16 90 .* and fp16 100 .* one"),
         (changed('"0.8 USD/h"', '"0.8 EUR/h"'), "device ours is paid in EUR, device v100-sxm2-16 in USD"),
         (
             changed('device = "ours"', 'device = "l4"'),
-            "c.toml:1: device ours is described, and no host has it\n  fix: .hosts. with device",
+            "c.toml:1: device ours is described, but no host has it\n  fix: .hosts. with device",
         ),
         (
             changed("oversubscription = 4", 'oversubscription = 4\nbandwidth = "1 Gb/s"'),

@@ -125,7 +125,7 @@ def test_runs_with_and_without_servers_stand_in_one_table(call: Caller, three: l
     result = call.good("compare", *three)
     assert row(result, "sync") == ["sync", "bbbb", "30", "6.0", "5", "160", "0.5", "not", "reached", "yes"]
     assert row(result, "async") == [
-        *("async", "cccc", "30", "1.5", "20", "640", "0.7", "not", "reached", "0.75,", "at", "most", "1", "no"),
+        *("async", "cccc", "30", "1.5", "20", "640", "0.7", "not", "reached", "0.75,", "at", "most", "1", "no")
     ]
     assert row(result, "2 workers")[:4] == ["2", "workers", "aaaa", "30"]
     assert "Loss against time" in result.out and "Loss against steps" in result.out
@@ -237,12 +237,7 @@ def test_a_long_curve_is_drawn_by_means() -> None:
 
 @pytest.mark.parametrize(
     ("most", "ticks"),
-    [
-        (13.2, [0, 2, 4, 6, 8, 10, 12]),
-        (0.9, [0, 0.2, 0.4, 0.6, 0.8]),
-        (1000, [0, 200, 400, 600, 800, 1000]),
-        (0, [0]),
-    ],
+    [(13.2, [0, 2, 4, 6, 8, 10, 12]), (0.9, [0, 0.2, 0.4, 0.6, 0.8]), (1000, [0, 200, 400, 600, 800, 1000]), (0, [0])],
 )
 def test_ticks_are_round(most: float, ticks: list[float]) -> None:
     assert round_ticks(most) == pytest.approx(ticks)

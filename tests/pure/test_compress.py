@@ -15,11 +15,11 @@ from shoal.collectives.compression import (
     CompressionStats,
     Compressor,
     ErrorFeedback,
-    compressor_for_level,
     parse_compression,
     parse_compressor,
 )
 from shoal.collectives.compression.stats import ERROR_INTERVAL
+from shoal.collectives.topology import level_setting
 from shoal.errors import InputError, MismatchError
 
 PAGE = DOCS / "compression.md"
@@ -350,8 +350,8 @@ def test_the_setting_says_who_compresses_where() -> None:
     assert names("topk:2.5%@rack") == names("topk:0.025@rack") == {"rack": "topk:0.025"}
     assert names("topk,powersgd@rack") == {"host": "topk:0.01", "rack": "powersgd:4"}
     both, slow = parse_compression("int8"), parse_compression("int8,onebit@rack")
-    assert compressor_for_level(both, "rack") is both["host"] and compressor_for_level(slow, "rack") is slow["rack"]
-    assert compressor_for_level(parse_compression("int8@rack"), "host") is None
+    assert level_setting(both, "rack") is both["host"] and level_setting(slow, "rack") is slow["rack"]
+    assert level_setting(parse_compression("int8@rack"), "host") is None
 
 
 @pytest.mark.parametrize("word", BARE + FED + ["topk:1e-05", "topk:0.333333-feedback"])

@@ -275,7 +275,7 @@ def test_a_model_that_needs_values_is_run_once_if_it_is_small(capsys: pytest.Cap
     work = survey(job_of(lambda: nn.Sequential(Chooses(8, 8)), torch.ones(4, 8)))
     assert torch.equal(torch.get_rng_state(), state) and capsys.readouterr().out == ""
     assert work.blocks[0].flops(backward=False) == 2 * 4 * 8 * 8
-    assert "run once" in work.notes[0]
+    assert "ran once" in work.notes[0]
 
 
 def test_a_backward_that_needs_values_counts_as_twice_forward() -> None:
@@ -389,7 +389,7 @@ def test_a_script_that_is_wrong_is_told_plainly(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="IndexError") as told:
         workload_of_script(script(tmp_path), [])
     assert "sys.argv[1]" in str(told.value)
-    with pytest.raises(InputError, match="cannot be followed without its weights") as told:
+    with pytest.raises(InputError, match="cannot be traced without the values of its weights") as told:
         workload_of_script(script(tmp_path, body="print(float(model[0].weight.sum())); " + BACKWARD), ["1"])
     assert "loop.py" in str(told.value)
     with pytest.raises(InputError, match="there is no file"):

@@ -12,9 +12,9 @@ from shoal.driver.predict_run import BackgroundTrace, NoPrediction, prediction_b
 from shoal.errors import InputError
 from shoal.report import live_view
 from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import _prediction, error_text
 from shoal.report.events import RunPredicted, RunStarted, StepsCommitted, TimeSpent, WorkerStarted
 from shoal.report.predicted_vs_measured import LINES, reconcile
+from shoal.report.prediction_text import error_text, prediction_rows
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_no_process_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_cluster_is_the_users_mistake() -> None:
-    with pytest.raises(InputError, match="no cluster is called laptob") as caught:
+    with pytest.raises(InputError, match="there is no cluster laptob") as caught:
         prediction_basis("laptob")
     assert "laptop" in str(caught.value.fix)
 
@@ -60,8 +60,8 @@ def test_lines_of_both_sides_add_up() -> None:
 
 
 def test_a_pipelines_idle_time_is_waiting() -> None:
-    idle = [{"rank": rank, "peak_bytes": 1, "busy_seconds": 0.040, "stream_seconds": 0.0435} for rank in range(2)]
-    assert compared(carried=idle)["lines"]["waiting"]["measured_ms"] == pytest.approx(3.5)
+    idle = [{"rank": rank, "peak_bytes": 1, "busy_seconds": 0.040, "stage_seconds": 0.0435} for rank in range(2)]
+    assert compared(model_shards=idle)["lines"]["waiting"]["measured_ms"] == pytest.approx(3.5)
 
 
 def test_nothing_is_compared_with_nothing() -> None:
@@ -97,7 +97,7 @@ def test_the_screen_shows_it_beside_what_is_measured() -> None:
 def test_the_report_shows_lines_that_add_up_as_they_are_printed() -> None:
     found = compared()
     value = {"prediction": found, "layout": "data=2"}
-    told = [text for _, text in _prediction(value)]
+    told = [text for _, text in prediction_rows(value)]
     table = [line.split() for line in told[1:7]]
     for column in (-2, -1):
         assert sum(float(line[column]) for line in table[1:]) == pytest.approx(float(table[0][column]), abs=1e-9)

@@ -1,4 +1,4 @@
-"""Imports point one way (DESIGN.md, section 4), and nothing in the package can run code that arrived as data."""
+"""Imports point one way, a class name stands for one class, and nothing runs code that arrived as data."""
 
 import ast
 from collections.abc import Iterator
@@ -75,43 +75,43 @@ def test_only_three_files_are_at_the_top_level() -> None:
     assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
 
 
-def test_only_the_command_line_knows_its_library() -> None:
-    users = {
-        room(path) for path in files() if any(n.split(".")[0] == "typer" for n in imported(ast.parse(path.read_text())))
-    }
-    assert users <= {"cli"}
+def test_only_the_command_line_reads_arguments() -> None:
+    users = {room(path) for path in files() if "argparse" in set(imported(ast.parse(path.read_text())))}
+    assert users <= {
+        "cli",
+        "testing",
+        "recovery",
+    }  # the simulation, and the process of the store, are commands of their own
 
 
-def in_cycles(*, lazy: bool) -> set[str]:
-    """Modules that import each other. `lazy`: imports inside functions and for typing count, too."""
-    graph: dict[str, set[str]] = {}
-    for path in files():
-        module = ".".join(["shoal", *path.relative_to(SOURCE).with_suffix("").parts])
-        graph[module] = set()
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree) if lazy else tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    graph[module] |= {node.module, f"{node.module}.{alias.name}"}
-    graph = {module: {other for other in others if other in graph} for module, others in graph.items()}
-    while ends := [
-        module
-        for module, others in graph.items()
-        if not others & graph.keys() or not any(module in graph[other] for other in graph)
-    ]:
-        for module in ends:
-            del graph[module]
-    return set(graph)
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(["shoal", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Among modules that are imported when theirs is: an import inside a function is a known exception."""
-    assert in_cycles(lazy=False) == set()
+    """Among all modules: imports inside functions and for type checkers count, too."""
+    modules = {module_of(path): path for path in files()}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = set(imported(ast.parse(path.read_text())))
+        named = {name if name in modules else name.rpartition(".")[0] for name in found}
+        graph[module] = (named & set(modules)) - {module}
+    while leaves := [module for module, others in graph.items() if not others]:
+        for leaf in leaves:
+            del graph[leaf]
+        for others in graph.values():
+            others.difference_update(leaves)
+    assert sorted(graph) == []
 
 
-def test_the_rooms_of_a_run_have_no_cycle_of_lazy_imports_either() -> None:
-    found = {module for module in in_cycles(lazy=True) if module.split(".")[1] in ("cli", "driver", "worker", "report")}
-    assert found == set()
+def test_a_class_name_stands_for_one_class() -> None:
+    found: dict[str, list[str]] = {}
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 def test_public_names_exist() -> None:

@@ -71,13 +71,7 @@ def test_subtrees_are_the_largest_inside(lanes: int, held: Span, expected: tuple
 
 @pytest.mark.parametrize(
     ("absent", "drawing"),
-    [
-        ((), "((0+1)+(2+3))"),
-        ((3,), "((0+1)+2)"),
-        ((2, 3), "(0+1)"),
-        ((0, 2), "(1+3)"),
-        ((0, 1, 3), "2"),
-    ],
+    [((), "((0+1)+(2+3))"), ((3,), "((0+1)+2)"), ((2, 3), "(0+1)"), ((0, 2), "(1+3)"), ((0, 1, 3), "2")],
 )
 def test_what_is_absent_is_no_operand(absent: tuple[int, ...], drawing: str) -> None:
     parts = {(lane, lane + 1): None if lane in absent else str(lane) for lane in range(4)}

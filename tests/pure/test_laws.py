@@ -36,8 +36,7 @@ def test_fraction_is_the_inverse_of_amdahl(parallel: float, workers: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("speedup", "workers", "parallel"),
-    [(1.0, 1, None), (0.5, 4, 0.0), (5.0, 4, 1.0), (1.6, 4, 0.5), (1.0, 4, 0.0)],
+    ("speedup", "workers", "parallel"), [(1.0, 1, None), (0.5, 4, 0.0), (5.0, 4, 1.0), (1.6, 4, 0.5), (1.0, 4, 0.0)]
 )
 def test_fraction_is_clamped_and_unknown_for_one_worker(speedup: float, workers: int, parallel: float | None) -> None:
     assert parallel_fraction(speedup, workers) == (None if parallel is None else pytest.approx(parallel))

@@ -2,9 +2,7 @@
 
 from torch import nn
 
-from helpers.layout_models import (
-    Language,
-)
+from helpers.layout_models import Language
 from shoal.parallel.blocks import find_blocks
 
 # -- blocks -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from helpers.places import GOLDEN
+from helpers.plans import best_exact_plan
 from shoal.cli.main import main
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.predict_run import setup_of
@@ -32,18 +33,11 @@ from shoal.planner.cost.setup_table import SetupTable
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import INEXACT, SearchSpace, candidates, marks, runnable, space_of, without_inexact
+from shoal.planner.search.cheapest import cheapest_plans, duration_text, first_hosts, host_counts
 from shoal.planner.search.explain import explain, larger_batch, more_hosts, scale_devices, widen_links
 from shoal.planner.search.heterogeneous import assigned_counts
 from shoal.planner.search.scaling_curve import fit_laws, scaling_curve
-from shoal.planner.search.search import (
-    best_exact_plan,
-    candidate_to_plan,
-    cheapest_plans,
-    duration_text,
-    first_hosts,
-    host_counts,
-    search,
-)
+from shoal.planner.search.search import candidate_to_plan, search
 from shoal.report import chart
 from shoal.report.scaling_laws import usl_peak, usl_speedup
 from shoal.worker.model_partition import make_outline
@@ -227,7 +221,7 @@ def test_more_workers_than_lanes_and_blocks_allow_is_told() -> None:
     cluster = a100()
     with pytest.raises(PlanError, match=r"16 workers: 2 lanes are at most 2 replicas"):
         search(work, cluster, space=space_of(work, cluster, workers=16))
-    with pytest.raises(InputError, match="99 workers, and the cluster has 16 devices"):
+    with pytest.raises(InputError, match="99 workers, but the cluster has 16 devices"):
         space_of(work, cluster, workers=99)
 
 
@@ -366,7 +360,7 @@ def test_the_best_exact_plan_is_the_fastest_that_is_not_refused() -> None:
 
 def test_a_shape_and_what_cannot_be_run_are_no_plans() -> None:
     cluster, work = a100(), as_job()
-    with pytest.raises(PlanError, match="a shape has no lanes"):
+    with pytest.raises(PlanError, match="a plan assigns lanes, but a shape has none"):
         candidate_to_plan(search(workload_of_shape(SHAPE), cluster, space=space(cluster)).best)
     served = search(work, cluster, space=replace(space_of(work, cluster, workers=8), pipelines=(1,), tensors=(1,)))
     with pytest.raises(PlanError, match="cannot run"):
@@ -651,7 +645,7 @@ def test_the_bill_of_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
         (("x.py", "--gpt", GPT), "both", "shoal plan examples"),
         (("--gpt", GPT), "--gpt needs --batch", "--batch"),
         (("x.py", "--batch", "8"), "a job has its own", "--set batch=8"),
-        (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "no cluster is called dgx-a10", "dgx-a100"),
+        (("--gpt", GPT, "--batch", "8", "--cluster", "dgx-a10"), "there is no cluster dgx-a10", "dgx-a100"),
         (("--gpt", GPT, "--batch", "0"), "--batch 0", "--batch 1"),
         (("--gpt", GPT, "--batch", "8", "-o", "p.json"), "a shape is not trained", "--json"),
         (("--gpt", GPT, "--batch", "8", "--plot", "c.svg"), "one number of hosts", "--hosts 1,2,4,8"),

@@ -21,6 +21,7 @@ from shoal.parallel.pipeline_schedule import in_flight as held_by
 from shoal.planner.cluster import Cluster, LinkTier, find_cluster, tiers
 from shoal.planner.cost.blocks import CutVariants, block_costs
 from shoal.planner.cost.comm import HALF, collective_seconds, message_seconds, server_seconds, updates_per_second
+from shoal.planner.cost.compute import slowest_device
 from shoal.planner.cost.csv_table import (
     ADDED_COLUMNS,
     kendall_tau,
@@ -33,7 +34,7 @@ from shoal.planner.cost.csv_table import (
 )
 from shoal.planner.cost.memory import in_flight, model_state_bytes
 from shoal.planner.cost.pipeline import stage_bounds
-from shoal.planner.cost.predict import executed_flops, predict, predict_many, slowest_device
+from shoal.planner.cost.predict import executed_flops, predict, predict_many
 from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS
 from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup
@@ -413,7 +414,7 @@ def test_traffic_hides_behind_more_of_an_interleaved_pipeline() -> None:
 def test_a_cluster_without_devices_cannot_be_predicted_for() -> None:
     hosts = tuple(replace(host, device=None) for host in A100.hosts)
     cluster = Cluster(racks=(replace(A100.racks[0], hosts=hosts),))
-    with pytest.raises(InputError, match="does not say what its devices are"):
+    with pytest.raises(InputError, match="does not describe its devices"):
         predict(workload_of_shape(SMALL), Setup(), cluster)
 
 
@@ -557,7 +558,7 @@ def test_columns_that_are_not_there_have_their_usual_values(tmp_path: Path) -> N
         ({"recompute": "ful"}, "did you mean full"),
         ({"dtype": "bf61"}, "did you mean bf16"),
         ({"cluster": "dgx-a10"}, "dgx-a100"),
-        ({"cluster": ""}, "no cluster is said"),
+        ({"cluster": ""}, "the table names no cluster"),
         ({"zero": "4"}, "column zero is 4"),
         ({"seq": ""}, "column seq is missing"),
     ],

@@ -28,8 +28,9 @@ from shoal.recovery.membership.protocol import (
     plan_recovery,
 )
 from shoal.testing.simulation import InvariantViolated, run
+from shoal.testing.simulation.process import Key
 from shoal.testing.simulation.store import SimStore
-from shoal.testing.simulation.worker import Key, SimWorker
+from shoal.testing.simulation.worker import SimWorker
 
 A, B, C, D = WorkerId(0), WorkerId(1), WorkerId(2), WorkerId(3)
 
@@ -197,27 +198,27 @@ def broken_in(member: type[MemberState] = MemberState, seeds: int = 400, **plann
         (any_donor, "have committed more", 1),
         (doubt_is_forgotten, "its weights have seen", 1),
         (doubt_is_done_again, "have committed more", 1),
-        (a_lost_part_is_ignored, "and nobody has the parts", 2),
-        (one_donor_for_all, "has part 1, and takes the state of", 2),
-        (a_part_is_lost_with_whoever_is_in_doubt, "ends, since nobody has the parts", 2),
+        (a_lost_part_is_ignored, "but no member has the shards", 2),
+        (one_donor_for_all, "has shard 1, but receives the state of", 2),
+        (a_part_is_lost_with_whoever_is_in_doubt, "ends because no member has the shards", 2),
     ],
 )
 def test_a_wrong_settlement_is_found(wrong: Settle, law: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "plan_recovery", wrong)
-    assert law in broken_in(parts=parts)
+    assert law in broken_in(shards=parts)
 
 
 @pytest.mark.parametrize(
-    ("first_view", "law"), [(True, "begins without some part"), (False, "goes on, and nobody has the parts")]
+    ("first_view", "law"), [(True, "begins without some shard"), (False, "goes on, but no member has the shards")]
 )
 def test_a_beginning_without_some_part_is_found(first_view: bool, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "covers_model", lambda members, parts: True)
-    assert law in broken_in(parts=2, first_view=first_view)
+    assert law in broken_in(shards=2, first_view=first_view)
 
 
 NEWCOMERS: dict[str, Any] = {"joins": (0.4, 0.6), "heals": 3.0}
-HANDED_OVER: dict[str, Any] = {**NEWCOMERS, "workers": 1, "parts": 1, "focuses": 0.4}
-ONE_REPLICA: dict[str, Any] = {"workers": 2, "parts": 2, "judges": True}
+HANDED_OVER: dict[str, Any] = {**NEWCOMERS, "workers": 1, "shards": 1, "focuses": 0.4}
+ONE_REPLICA: dict[str, Any] = {"workers": 2, "shards": 2, "judges": True}
 
 
 @pytest.mark.parametrize(
@@ -227,13 +228,21 @@ ONE_REPLICA: dict[str, Any] = {"workers": 2, "parts": 2, "judges": True}
         (ForgetsTheFloor, "the newest checkpoint is", {**HANDED_OVER, "focus": "state", "resumed": 0}),
         (EndsATermEarly, "have the state and live", NEWCOMERS),
         (KeepsTheTerm, "the floor falls", {}),
-        (DropsHoldersOfTheState, "nobody else has it", {**HANDED_OVER, "focus": "take", "judges": True}),
+        (
+            DropsHoldersOfTheState,
+            "the only ones who live and have the state",
+            {**HANDED_OVER, "focus": "take", "judges": True},
+        ),
         (NeverGivesUp, "no end in sight", {}),
-        (DropsTheLastOfAPart, "nobody else has it", {**ONE_REPLICA, "loses": 0.04}),
-        (BelievesNewcomers, "nobody else has it", {**ONE_REPLICA, **NEWCOMERS, "focuses": 0.4, "focus": "state"}),
-        (StaysWithAWorthlessState, "no end in sight", {"parts": 2}),
-        (NeverLetsIn, "no end in sight", {"parts": 2}),
-        (DoesNotWaitForThoseWhoEnd, "have the state and live", {"parts": 2}),
+        (DropsTheLastOfAPart, "the only ones who live and have the state", {**ONE_REPLICA, "loses": 0.04}),
+        (
+            BelievesNewcomers,
+            "the only ones who live and have the state",
+            {**ONE_REPLICA, **NEWCOMERS, "focuses": 0.4, "focus": "state"},
+        ),
+        (StaysWithAWorthlessState, "no end in sight", {"shards": 2}),
+        (NeverLetsIn, "no end in sight", {"shards": 2}),
+        (DoesNotWaitForThoseWhoEnd, "have the state and live", {"shards": 2}),
     ],
 )
 def test_a_wrong_member_is_found(wrong: type[MemberState], law: str, planned: dict[str, Any]) -> None:
@@ -249,7 +258,7 @@ def test_a_commit_without_all_votes_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return (yield from awaits(self, key, senders[:1] if key[1] == "vote" else senders, seconds))
 
     monkeypatch.setattr(SimWorker, "_await", early)
-    assert "never said so" in broken_in()
+    assert "did not vote" in broken_in()
 
 
 def test_messages_of_an_old_epoch_that_count_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

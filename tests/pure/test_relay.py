@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -14,12 +14,27 @@ from helpers.relay_lanes import Halves, add, held, lane, summed
 from helpers.routes import LINKS, any_deal, any_places, at
 from shoal.collectives.choose_algorithm import candidates
 from shoal.collectives.cost_model import DirectedLink, collective_cost, links_between
-from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, split_pieces, tree_all_reduce
+from shoal.collectives.run_tree import ByteCounts, Messenger, TensorPool, TreeExecutor, TreeOptions, split_pieces
 from shoal.collectives.topology import RankPlace
 from shoal.collectives.trees import TreeRoute, direct, hierarchical, reroot, tree
-from shoal.numerics.lanes import fold
+from shoal.numerics.lanes import Span, fold
 
 PATIENCE_SECONDS = 30.0
+
+
+def tree_all_reduce(
+    messenger: Messenger,
+    route: TreeRoute,
+    partials: Mapping[Span, torch.Tensor],
+    *,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Sums flat tensors over all ranks, into this rank's first partial sum or into `out`."""
+    result = next(iter(partials.values())) if out is None else out
+    pieces = {span: split_pieces(route, partial) for span, partial in partials.items()}
+    TreeExecutor(messenger, route, pieces, split_pieces(route, result), TreeOptions(**options)).wait()
+    return result
 
 
 class Office:
@@ -195,7 +210,9 @@ def test_up_only_is_a_reduce_scatter() -> None:
     def work(mail: ThreadMail) -> torch.Tensor:
         parts = {(mail.rank, mail.rank + 1): [lane(10 * mail.rank, length) for length in lengths]}
         out = [torch.empty(length) if piece == mail.rank else None for piece, length in enumerate(lengths)]
-        found = TreeExecutor(mail, route, parts, out, down=False, keep=True, chunk_bytes=256).wait()[mail.rank]
+        found = TreeExecutor(mail, route, parts, out, TreeOptions(down=False, keep=True, chunk_bytes=256)).wait()[
+            mail.rank
+        ]
         assert found is not None
         assert all(torch.equal(part, lane(10 * mail.rank, part.numel())) for part in next(iter(parts.values())))
         return found
@@ -212,11 +229,10 @@ def test_down_only_is_an_all_gather_or_a_broadcast() -> None:
 
     def work(mail: ThreadMail) -> list[torch.Tensor]:
         gathered = [lane(piece, 100) if piece == mail.rank else torch.empty(100) for piece in range(5)]
-        relay = TreeExecutor(mail, own, {}, gathered, up=False, chunk_bytes=256)
+        relay = TreeExecutor(mail, own, {}, gathered, TreeOptions(up=False, chunk_bytes=256))
         flat = lane(9, 1000) if mail.rank == 3 else torch.empty(1000)
-        TreeExecutor(
-            mail, from_three, {}, split_pieces(from_three, flat), up=False, chunk_bytes=256, base=relay.tags
-        ).wait()
+        options = TreeOptions(up=False, chunk_bytes=256, base=relay.tags)
+        TreeExecutor(mail, from_three, {}, split_pieces(from_three, flat), options).wait()
         relay.wait()
         return [*gathered, flat]
 
@@ -235,9 +251,8 @@ def test_relays_that_are_under_way_together_do_not_mix() -> None:
             parts = held(lanes, deal[mail.rank], 500 + number)
             flat = next(iter(parts.values()))
             pieces = {span: split_pieces(route, part) for span, part in parts.items()}
-            relay = TreeExecutor(
-                mail, route, pieces, split_pieces(route, flat), lanes=lanes, assignment=deal, base=base, chunk_bytes=256
-            )
+            options = TreeOptions(lanes=lanes, assignment=deal, base=base, chunk_bytes=256)
+            relay = TreeExecutor(mail, route, pieces, split_pieces(route, flat), options)
             base += relay.tags
             started.append(relay)
             found.append(flat)

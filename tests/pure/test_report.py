@@ -17,8 +17,9 @@ from rich.console import Console
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
-from shoal.report.closing_report import closing, runs_table
+from shoal.report.closing_report import ClosingReport, runs_table
 from shoal.report.events import (
+    TIME_PARTS,
     AnyEvent,
     CheckpointSaved,
     LaneCost,
@@ -38,7 +39,7 @@ from shoal.report.events import (
 )
 from shoal.report.human import parts_that_add_up
 from shoal.report.run_folder import RunFolder, find_run, list_runs
-from shoal.report.summarize import TIME_PARTS, summarize_run
+from shoal.report.summarize import summarize_run
 from shoal.report.tensorboard import TensorBoard
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
@@ -102,7 +103,7 @@ def tallied(events: Sequence[AnyEvent]) -> RunTally:
 def printed(value: dict[str, Any], width: int = 120) -> str:
     """The closing report of what a program reads from report.json, as text."""
     console = Console(file=io.StringIO(), width=width)
-    console.print(closing(msgspec.json.decode(msgspec.json.encode(value))))
+    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value))))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -368,7 +369,7 @@ def test_report_of_two_workers() -> None:
     assert (value["seconds"], value["start_up_seconds"]) == (pytest.approx(2.0), pytest.approx(2.0))
     assert value["target"] == {"text": "loss <= 1.4", "reached": True, "step": 30, "seconds": pytest.approx(1.6)}
     assert (value["workers"], value["lanes"], value["layout"]) == (2, 4, "data=2")
-    assert value["deal"] == [[0, 2], [2, 4]]
+    assert value["assignment"] == [[0, 2], [2, 4]]
     assert value["fingerprint"] == "f00d"
     assert value["failure"] is None
     assert [worker["slowest_in_steps"] for worker in value["per_worker"]] == [12, 28]
@@ -478,7 +479,7 @@ def test_closing_report_says_what_is_known_and_no_more() -> None:
     ]
     for fact in facts:
         assert fact in text
-    for absent in ("faults", "most gain", "error", "next", "--resume", "not exact"):
+    for absent in ("incidents", "most gain", "error", "next", "--resume", "not exact"):
         assert absent not in text
     assert all(line == line.rstrip() for line in text.splitlines()[1:])
     bare = printed(summarize_run(tallied([*TWO_WORKERS[:-2], FINISHED])))
@@ -547,7 +548,7 @@ def test_narrow_screens_get_every_word(width: int) -> None:
 def test_closing_report_can_be_written_in_ascii() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        Console(file=stream, width=100).print(closing(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
+        Console(file=stream, width=100).print(ClosingReport(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
         stream.flush()
         assert b"1.7 x worker 0 alone" in raw.getvalue()
 

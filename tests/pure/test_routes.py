@@ -337,7 +337,7 @@ def test_an_algorithm_that_is_unknown_or_does_not_fit_is_refused(
 
 
 def test_a_link_that_nobody_measured_is_asked_for() -> None:
-    with pytest.raises(InputError, match="nothing is known of links of level 'host'; known: memory"):
+    with pytest.raises(InputError, match="no speed is given for links of level 'host'; given: memory"):
         choose_algorithm(alone(2), {"memory": LINKS["memory"]}, MB)
     assert choose_algorithm(IN_ORDER, {"host": LINKS["host"]}, MB).name, (
         "between racks as between hosts, if nothing else is said"

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.steps import Samples, loader, mlp_data
 from shoal.errors import InputError
-from shoal.testing import (
-    dropout_net,
-    job_for,
-)
+from shoal.testing import dropout_net, job_for
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 
@@ -33,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
         ({"batch": 16.0}, "batch=16.0 must be a whole number"),
         ({"batch": True}, "batch=True must be a whole number"),
         ({"lanes": 3}, "a batch of 16 cannot be cut into 3 lanes"),
-        ({"lanes": 4, "microbatches": 8}, r"16 cannot be cut into 4 lanes of 8 microbatches \(32 pieces\)"),
+        ({"lanes": 4, "microbatches": 8}, r"16 cannot be cut into 4 lanes of 8 microbatches \(32 in all\)"),
         ({"microbatches": 0}, "microbatches=0 must be"),
         ({"steps": 3}, "a job has steps or epochs; this one has both"),
         ({"epochs": None}, "a job has steps or epochs; this one has neither"),
@@ -61,7 +58,7 @@ def test_lanes_follow_from_the_batch(batch: int, lanes: int) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(InputError, match="the data has 56 samples, fewer than one batch of 64"):
+    with pytest.raises(InputError, match="the data has 56 samples, fewer than a batch of 64"):
         shoal.train(job_for(dropout_net, batch=64), quiet=True)
 
 
@@ -76,13 +73,13 @@ class Endless(torch.utils.data.IterableDataset[Tensor]):
         (lambda: Endless(), "an IterableDataset has no sample numbers"),
         (lambda: loader(Endless()), "a DataLoader over an IterableDataset"),
         (lambda: (torch.ones(20, 8), torch.ones(19)), "tensors of different lengths: 20, 19"),
-        (lambda: 7, "int is none of the forms that data can have"),
+        (lambda: 7, "int is not a supported type"),
         (
             lambda: loader(
                 Samples(mlp_data(20)),
                 sampler=torch.utils.data.DistributedSampler(Samples(mlp_data(20)), num_replicas=2, rank=0),
             ),
-            "already cut",
+            "has one rank's samples",
         ),
     ],
 )

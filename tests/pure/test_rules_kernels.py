@@ -11,10 +11,7 @@ import shoal
 from helpers.steps import generator_states
 from shoal.errors import InputError
 from shoal.numerics import kernels
-from shoal.testing import (
-    dropout_net,
-    job_for,
-)
+from shoal.testing import dropout_net, job_for
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

@@ -37,10 +37,7 @@ from shoal.numerics.digest import tensor_digests
 from shoal.numerics.lanes import cut_batch
 from shoal.parallel.blocks import BlockList, find_blocks
 from shoal.parallel.lane_buffers import LARGE_BUFFER_BYTES
-from shoal.testing import (
-    everything,
-    tied_language_model,
-)
+from shoal.testing import everything, tied_language_model
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

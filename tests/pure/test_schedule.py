@@ -83,14 +83,8 @@ def test_a_narrow_screen() -> None:
         "rank 0  F0F1    B0─ F2B1─ F3B2─   B3─",
         "rank 1    F0B0─ F1B1─ F2B2─ F3B3─",
     ]
-    assert drawn("1f1b", 2, 4, width=30) == [
-        "rank 0  FF  BBFBBFBB BB",
-        "rank 1   FBBFBBFBBFBB",
-    ]
-    assert drawn("1f1b", 2, 4, width=20) == [
-        "rank 0  FF  BBFBBFB…",
-        "rank 1   FBBFBBFBBF…",
-    ]
+    assert drawn("1f1b", 2, 4, width=30) == ["rank 0  FF  BBFBBFBB BB", "rank 1   FBBFBBFBBFBB"]
+    assert drawn("1f1b", 2, 4, width=20) == ["rank 0  FF  BBFBBFB…", "rank 1   FBBFBBFBBF…"]
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from helpers.every_message import max_rate, simulate_every_message, simulate_every_ring, simulate_pipeline
 from helpers.intervals import time_shares
 from helpers.places import GOLDEN
 from shoal.collectives import cost_model as runtime_cost
@@ -34,20 +35,12 @@ from shoal.planner.simulate.comm import (
     links_of,
     places_of,
     ring_or_tree,
-    simulate_every_message,
-    simulate_every_ring,
     simulate_route,
     tiered_collective,
 )
 from shoal.planner.simulate.failures import CAUSES, POLICIES, REDO, RESTART_ALL, FailureScenario, simulate_failures
 from shoal.planner.simulate.network import LinkTopology
-from shoal.planner.simulate.pipeline import (
-    SimulatedReplica,
-    StageCost,
-    pipeline_totals,
-    simulate_pipeline,
-    simulate_pipelines,
-)
+from shoal.planner.simulate.pipeline import SimulatedReplica, StageCost, pipeline_totals, simulate_pipelines
 from shoal.planner.simulate.servers import SimulatedServers, compare_modes, simulate_servers
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
@@ -342,7 +335,7 @@ def test_of_unequal_hosts_the_narrowest_counts() -> None:
 
 
 def test_a_group_larger_than_the_cluster_is_told() -> None:
-    with pytest.raises(PlanError, match="8 devices, each 1 apart, on a cluster of 4"):
+    with pytest.raises(PlanError, match="8 devices, 1 apart, on a cluster of 4"):
         tiered_collective(LinkTopology(a_cluster(hosts=4)), StridedGroup(size=8), 1.0)
 
 
@@ -469,7 +462,7 @@ def test_lanes_are_dealt_as_the_runtime_does(work: Workload) -> None:
     slow, slower = (a_step(job, cluster, **layout, slower={0: 2.0}, assignment=each) for each in (less, more))
     assert slow.pipeline == pytest.approx(even.pipeline), "half as fast, and half as much to do"
     assert slower.pipeline == pytest.approx(2 * even.pipeline)
-    with pytest.raises(PlanError, match="dealt to 2 replicas, and the layout has 3"):
+    with pytest.raises(PlanError, match="assigned to 2 replicas, but the layout has 3"):
         a_step(job, cluster, **layout, assignment=((0, 2), (2, 4)))
 
 
@@ -535,7 +528,7 @@ def test_a_step_waits_for_the_slowest_of_all_replicas(work: Workload) -> None:
         ("normal", "normal needs a number", "normal:0.1"),
         ("normal:-1", "-1 is below 0", "normal:0.1"),
         ("slow:0.5", "0.5 is below 1", "slow:3"),
-        ("constant:2", "constant has no number", "constant"),
+        ("constant:2", "constant takes no number", "constant"),
     ],
 )
 def test_a_distribution_that_is_none(text: str, told: str, fix: str) -> None:
@@ -587,8 +580,8 @@ def test_async_is_bound_by_workers_or_by_links(duplex: bool, servers: int, num_b
     setup = replace(EIGHT, servers=servers, num_bytes=num_bytes, duplex=duplex, sync_mode=SyncMode(name="async"))
     served = simulate_servers(setup, rounds=200)
     moved = num_bytes * (1 if duplex else 2)
-    assert setup.max_rate == pytest.approx(min(8 / (1 + moved / 1e9), servers * 1e9 / moved))
-    assert served.gradients_per_second == pytest.approx(setup.max_rate, rel=0.02)
+    assert max_rate(setup) == pytest.approx(min(8 / (1 + moved / 1e9), servers * 1e9 / moved))
+    assert served.gradients_per_second == pytest.approx(max_rate(setup), rel=0.02)
     assert served.mean_staleness == pytest.approx(7, abs=0.1)  # w − 1
     assert sum(served.staleness.values()) == served.gradients == 1600
 
@@ -610,7 +603,7 @@ def test_local_steps_share_one_exchange(steps: int) -> None:
     served = simulate_servers(setup, rounds=16)
     assert served.seconds == pytest.approx(16 * 1.0 + 16 / steps * 1e8 * 8 / (2 * 1e9))
     assert served.updates == 16 and served.gradients == 16 * 8 and served.mean_staleness == 0
-    assert served.gradients_per_second <= setup.max_rate
+    assert served.gradients_per_second <= max_rate(setup)
 
 
 def test_a_quorum_is_a_share_or_a_number() -> None:
@@ -642,7 +635,7 @@ def test_servers_are_deterministic_and_bounded() -> None:
     assert served != compare_modes(setup, modes, seed=6)
     for each in served:
         assert 0 < each.computing <= 1
-        assert each.gradients_per_second <= 1.1 * setup.max_rate
+        assert each.gradients_per_second <= 1.1 * max_rate(setup)
     assert served[0].gradients_per_second < served[2].gradients_per_second < served[3].gradients_per_second
 
 
@@ -709,7 +702,7 @@ def test_the_law_of_the_critical_batch() -> None:
     assert law.samples(256) == 2 * 1000 * 256, "and twice the least samples"
     assert law.updates(1e12) == pytest.approx(1000)
     assert law.updates(256, staleness=7) == 9000
-    with pytest.raises(InputError, match="the first is above 0"):
+    with pytest.raises(InputError, match="the first must be above 0"):
         ConvergenceLaw(min_updates=0)
 
 

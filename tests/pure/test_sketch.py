@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from helpers.sketched_models import large, linear_stack
 from shoal.errors import JobError
+from shoal.numerics import init_tape as module
 from shoal.numerics import kernels
-from shoal.numerics import meta_init as module
 from shoal.numerics.meta_init import MetaModel, build_meta_model
 from shoal.numerics.seeds import initialise
 
@@ -301,7 +301,7 @@ def test_a_kernel_that_is_not_as_its_shadow_is_noticed(monkeypatch: pytest.Monke
     def refuse(*_: Any) -> Any:
         raise RuntimeError("another geometry")
 
-    monkeypatch.setattr(module._OpTape, "replay", refuse)
+    monkeypatch.setattr(module.OpTape, "replay", refuse)
     assert all(same_bits(found.materialize(name), tensor) for name, tensor in whole.items())
     assert not found.deferred
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shoal.driver import outcome
 from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import closing
+from shoal.report.closing_report import ClosingReport
 from shoal.report.events import (
     AnyEvent,
     CheckpointSaved,
@@ -112,13 +112,13 @@ LEADER: list[AnyEvent] = [
 RETURN: list[AnyEvent] = [
     StateTransferred(time=181.2, rank=3, donor=0, step=805, num_bytes=24_000_000, seconds=0.05),
     MembershipChanged(
-        time=181.3, generation=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (life 1) joined", seconds=0.1
+        time=181.3, generation=3, members=[0, 1, 2, 3], step=805, reason="worker 3 (incarnation 1) joined", seconds=0.1
     ),
     RunRecovered(time=181.4, generation=3, step=806, seconds=0.2),
     hello(3, life=1, time=181.5),
 ]
-TOLD = "worker 3 killed (SIGKILL: out of memory); step 801 done again by 0 1 2; next commit after 0.42 s"
-BACK = "life 1 took part again from step 806, after 1.3 s"
+TOLD = "worker 3 killed (SIGKILL: out of memory); 0 1 2 redo step 801; next commit after 0.42 s"
+BACK = "incarnation 1 joins at step 806, after 1.3 s"
 
 
 def tallied(events: Sequence[AnyEvent]) -> RunTally:
@@ -138,7 +138,7 @@ def interleaved(one: Sequence[AnyEvent], other: Sequence[AnyEvent]) -> Iterator[
 def printed(value: dict[str, Any], width: int = 130, *, terminal: bool = True) -> str:
     """The closing report of what a program reads from report.json."""
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
-    console.print(closing(msgspec.json.decode(msgspec.json.encode(value))))
+    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value))))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -155,8 +155,8 @@ def test_a_loss_is_one_story_in_whatever_order_it_is_told() -> None:
         assert (fault.next_incarnation, fault.rejoin_step, fault.rejoin_seconds) == (1, 805, pytest.approx(1.3))
         assert (fault.state_bytes, fault.state_donor) == (24_000_000, 0)
         assert full_text(fault) == (
-            "worker 3 (host-b, pid 4123) killed (SIGKILL: out of memory); noticed: its process ended; "
-            f"step 801 done again by 0 1 2; next commit after 0.42 s; {BACK}"
+            "worker 3 (host-b, pid 4123) killed (SIGKILL: out of memory); detected: its process ended; "
+            f"0 1 2 redo step 801; next commit after 0.42 s; {BACK}"
         )
 
 
@@ -193,7 +193,7 @@ def test_the_view_does_not_wait_for_ever_for_the_next_commit() -> None:
     assert play() == ["worker 3 lost (its lease ran out); it is ended"]
     assert play(WorkerExited(time=183.0, rank=3, code=-9)) == []  # part of the same story
     clock[0] += 3
-    assert play(*LEADER) == ["worker 3: step 801 done again by 0 1 2; next commit after 0.42 s"]
+    assert play(*LEADER) == ["worker 3: 0 1 2 redo step 801; next commit after 0.42 s"]
     away = StoreOutage(time=190.0, rank=None, address="runs/7f3a/store")
     assert len(play(away)) == 1  # at once: nobody knows when it will be back
     assert play(msgspec.structs.replace(away, seconds=3.2)) == ["store: back after 3.2 s"]
@@ -225,12 +225,12 @@ def test_an_end_that_no_driver_explains_is_still_told() -> None:
 
 
 def test_a_stopped_worker_that_the_others_ended_was_not_killed_by_chance() -> None:
-    noticed = "worker 2 (life 1) died: its connection was closed; worker 3 is stopped"
+    noticed = "worker 2 (incarnation 1) died: its connection was closed; worker 3 is stopped"
     (fault,) = tallied([*BEFORE, *LEADER, lost(detected_by=noticed)]).incidents
-    assert sentence(fault) == ("worker 3 was stopped; step 801 done again by 0 1 2; next commit after 0.42 s")
+    assert sentence(fault) == ("worker 3 was stopped; 0 1 2 redo step 801; next commit after 0.42 s")
     silent = msgspec.structs.replace(LEADER[0], reason="worker 3 is silent: its lease has run out")
     (fault,) = tallied([*BEFORE, lost(code=75), silent]).incidents
-    assert sentence(fault) == "worker 3 was silent: its lease has run out; step 801 done again by 0 1 2"
+    assert sentence(fault) == "worker 3 was silent: its lease has run out; 0 1 2 redo step 801"
     (fault,) = tallied([*BEFORE, *LEADER, lost(detected_by="worker 3 died: its connection was closed")]).incidents
     assert sentence(fault).startswith("worker 3 killed (SIGKILL);")
 
@@ -261,16 +261,16 @@ def test_two_losses_of_which_one_interrupts_the_other() -> None:
         RunRecovered(time=180.7, generation=3, step=801, seconds=0.4),
     ]
     first, second = tallied(events).incidents
-    assert sentence(first).endswith("step 801 done again by 0 1 2; next commit after 0.70 s")
-    assert sentence(second) == "worker 2 killed (SIGSEGV); step 801 done again by 0 1; next commit after 0.40 s"
+    assert sentence(first).endswith("0 1 2 redo step 801; next commit after 0.70 s")
+    assert sentence(second) == "worker 2 killed (SIGSEGV); 0 1 redo step 801; next commit after 0.40 s"
 
 
 def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
     events = [*BEFORE, *DRIVER, *LEADER, lost(3, 1, time=180.9, pid=4133, code=1)]
     first, second = tallied(events).incidents
     assert second.not_member
-    assert sentence(second) == "worker 3 (life 1) ended with code 1 before it took part"
-    assert full_text(first).endswith("life 1 never took part")
+    assert sentence(second) == "worker 3 (incarnation 1) ended with code 1 before it joined"
+    assert full_text(first).endswith("incarnation 1 never joined")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
                 WorkerExited(time=181.3, rank=3, code=0),
             ],
             [
-                "worker 3 left after step 800: asked to by SIGTERM; nothing is done again; 0 1 2 go on; "
+                "worker 3 left after step 800: asked to by SIGTERM; no step is redone; 0 1 2 go on; "
                 "next commit after 0.15 s"
             ],
         ),
@@ -305,7 +305,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
                 ),
                 RunRecovered(time=181.1, generation=2, step=801, seconds=0.3),
             ],
-            ["a connection failed; step 801 done again by 0 1 2 3; next commit after 0.30 s"],
+            ["a connection failed; 0 1 2 3 redo step 801; next commit after 0.30 s"],
         ),
         (
             [
@@ -316,10 +316,7 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
             ],
             ["store runs/7f3a/store cannot be reached: training goes on, changes of membership wait; back after 3.2 s"],
         ),
-        (
-            [DriverChanged(time=190.0, pid=77, host="host-a")],
-            ["process 77 on host-a watches over the run now"],
-        ),
+        ([DriverChanged(time=190.0, pid=77, host="host-a")], ["process 77 on host-a is the driver now"]),
         (
             [
                 lost(code=None, detected_by="its lease ran out"),
@@ -327,8 +324,8 @@ def test_a_newcomer_that_dies_before_it_took_part_disturbs_nobody() -> None:
                 MembershipChanged(time=183.0, generation=3, members=[0, 1, 2, 3], step=810, reason="worker 3 joined"),
             ],
             [
-                "worker 3 (host-b, pid 4123) lost (its lease ran out); step 801 done again by 0 1 2; "
-                "next commit after 0.42 s; came back took part again from step 811, after 3.0 s"
+                "worker 3 (host-b, pid 4123) lost (its lease ran out); 0 1 2 redo step 801; "
+                "next commit after 0.42 s; the same process joins again at step 811, after 3.0 s"
             ],
         ),
     ],
@@ -367,7 +364,7 @@ def test_totals_follow_the_leader_whoever_it_is() -> None:
     assert tally.seconds == pytest.approx(81.5)
     assert tally.commits.lost_seconds == pytest.approx(0.5)
     assert tally.samples_per_second == pytest.approx(64 * 810 / 81.5)
-    assert (tally.leader, tally.commits.unreported, tally.commits.samples_repeated) == (1, 0, 0)
+    assert (tally.commits.leader, tally.commits.unreported, tally.commits.samples_repeated) == (1, 0, 0)
     tally.add(steps(1, 820, 10, time=182.5, leader=True))
     assert tally.seconds_left == pytest.approx((3000 - 820) * 0.1, rel=0.05)
 
@@ -407,16 +404,19 @@ def test_total_loss_goes_back_to_a_checkpoint_and_says_how_far() -> None:
         # 80 s of training, of which 10 were in vain; 10 s until somebody was there again; 1 s since.
         assert tally.seconds == pytest.approx(91.0, abs=0.2)
         assert tally.commits.goodput == pytest.approx(71 / 91, abs=0.01)
-        assert [fault.kind for fault in tally.incidents] == ["lost"] * 4 + ["back"]
-        assert sentence(tally.incidents[-1]) == f"{reason}; on from the checkpoint of step 700; 100 steps done again"
-    line = "4 workers lost, 0 steps done again, 100 committed steps repeated from a checkpoint"
+        assert [fault.kind for fault in tally.incidents] == ["lost"] * 4 + ["rolled-back"]
+        assert (
+            sentence(tally.incidents[-1])
+            == f"{reason}; the run continues from the checkpoint of step 700; 100 steps repeated"
+        )
+    line = "4 workers lost, 0 steps redone, 100 committed steps repeated from a checkpoint"
     assert line in " ".join(printed(summarize_run(tally)).split())
 
 
 def test_resuming_after_everything_was_killed_says_how_many_steps_are_repeated() -> None:
     tally = tallied([*BEFORE, started(time=300.0), RunResumed(time=301.0, step=700, path="x", repeated=100)])
     assert (tally.step, tally.steps, tally.commits.repeated) == (700, 0, 100)
-    assert sentence(tally.incidents[0]) == "on from the checkpoint of step 700; 100 steps done again"
+    assert sentence(tally.incidents[0]) == "the run continues from the checkpoint of step 700; 100 steps repeated"
 
 
 def test_alive_participating_and_committed_are_counted_apart() -> None:
@@ -497,8 +497,8 @@ def test_closing_report_tells_the_faults_and_draws_the_members() -> None:
     text = printed(summarize_run(tallied(WHOLE_RUN), folder="runs/7f3a"), width=140)
     assert text.startswith("✔ text.py  1,000 steps")
     facts = [
-        "faults      1 worker lost, 1 step done again, 0 samples lost, 0 doubled; goodput 99.6 %, participation 99.7 %",
-        f"{stamp(180.0)}  worker 3 (host-b, pid 4123) killed (SIGKILL: out of memory); noticed: its process ended;",
+        "incidents   1 worker lost, 1 step redone, 0 samples lost, 0 repeated; goodput 99.6 %, participation 99.7 %",
+        f"{stamp(180.0)}  worker 3 (host-b, pid 4123) killed (SIGKILL: out of memory); detected: its process ended;",
         "its last line: loading shard 8",
         "members     worker  0:00",
         "━ takes part  ✗ died  ▶ joined",
@@ -515,7 +515,7 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
     again = [decode(encode(event)) for event in WHOLE_RUN]
     assert summarize_run(tallied(again)) == summarize_run(tallied(WHOLE_RUN))
     value = summarize_run(tallied(again))
-    assert [fault["kind"] for fault in value["faults"]] == ["lost"]
+    assert [fault["kind"] for fault in value["incidents"]] == ["lost"]
     assert value["committed"]["redone"] == 1
     assert {"worker", "incarnation", "from", "to", "state"} == set(value["membership"][0])
 
@@ -523,8 +523,8 @@ def test_a_report_read_from_the_file_of_events_is_the_same() -> None:
 def test_a_run_without_faults_says_nothing_of_them() -> None:
     calm = [*BEFORE, *(steps(rank, 1000, 200, time=200.0, leader=rank == 0) for rank in range(4))]
     value = summarize_run(tallied([*calm, *(finished(rank) for rank in range(4))]))
-    assert (value["faults"], value["membership"], value["goodput"], value["participation"]) == ([], [], 1.0, 1.0)
-    for word in ("faults", "members ", "goodput", "participation"):
+    assert (value["incidents"], value["membership"], value["goodput"], value["participation"]) == ([], [], 1.0, 1.0)
+    for word in ("incidents", "members ", "goodput", "participation"):
         assert word not in printed(value)
 
 
@@ -540,7 +540,7 @@ def test_many_faults_are_summed_up_and_the_first_ones_shown() -> None:
             MembershipChanged(time=when + 2, generation=2 * life + 3, members=[0, 1, 2, 3], step=810, reason="joined"),
         ]
     text = printed(summarize_run(tallied(events)))
-    assert "12 workers lost, 12 steps done again" in text
+    assert "12 workers lost, 12 steps redone" in text
     assert "and 4 more in report.json" in text
 
 
@@ -751,15 +751,15 @@ def test_why_names_the_line_of_code_that_everybody_waits_for() -> None:
             [
                 "worker 1 holds up worker 0: its process (host-a, pid 4121) is stopped, by SIGSTOP or a debugger; "
                 f"it is at {CODE}; worker 0 has waited for 30.0 s, in merge, number 18,204",
-                "  go on: kill -CONT 4121    without it: kill -KILL 4121 on host-a",
+                "  continue it: kill -CONT 4121    end it: kill -KILL 4121 on host-a",
             ],
         ),
         (
             [waits(0, 1, operation=""), at(1, "silent", silent_seconds=75.0)],
             [
-                "worker 1 holds up worker 0: its process (host-a, pid 4121) has not been heard of for 1:15; "
+                "worker 1 holds up worker 0: its process (host-a, pid 4121) has been silent for 1:15; "
                 "worker 0 has waited for 30.0 s",
-                "  without it: kill -KILL 4121 on host-a    its last words: shoal report 7f3a",
+                "  end it: kill -KILL 4121 on host-a    its last lines: shoal report 7f3a",
             ],
         ),
         (
@@ -771,13 +771,13 @@ def test_why_names_the_line_of_code_that_everybody_waits_for() -> None:
                 "  they are not in the same operation: the code depends on the worker",
             ],
         ),
-        ([at(0), at(1)], ["nobody waits: all 2 workers compute"]),
-        ([at(0, user_line=TOKENIZE)], [f"nobody waits: worker 0 is alone and at {CODE}"]),
+        ([at(0), at(1)], ["no worker waits: all 2 compute"]),
+        ([at(0, user_line=TOKENIZE)], [f"no worker waits: worker 0 is alone and at {CODE}"]),
         (
             [waits(0, 1, operation="")],
-            ["worker 1 holds up worker 0: nothing is known of it; worker 0 has waited for 30.0 s"],
+            ["worker 1 holds up worker 0: its state is unknown; worker 0 has waited for 30.0 s"],
         ),
-        ([at(0), at(1, "gone")], ["worker 1: its process (host-a, pid 4121) has ended; nobody waits for it"]),
+        ([at(0), at(1, "gone")], ["worker 1: its process (host-a, pid 4121) has ended; no worker waits for it"]),
         (
             [at(0, phase="waits for worker 1", since=4.0), at(1, phase="forms the group of epoch 3", since=2.0)],
             ["worker 0 waits for worker 1, for 4.0 s", "worker 1 forms the group of epoch 3, for 2.0 s"],
@@ -791,7 +791,7 @@ def test_why_concludes(records: list[WorkerActivity], told: list[str]) -> None:
 
 def test_why_looks_at_the_newest_life_and_says_when_there_is_none() -> None:
     old, new = at(1, "gone"), at(1, incarnation=1, user_line=TOKENIZE)
-    assert render([at(0), old, new]).splitlines()[0] == "nobody waits: all 2 workers compute"
-    assert "1 (life 1)" in render([at(0), old, new])
+    assert render([at(0), old, new]).splitlines()[0] == "no worker waits: all 2 compute"
+    assert "1 (incarnation 1)" in render([at(0), old, new])
     assert render([]) == "no worker of this run is known to be alive"
     assert msgspec.json.decode(msgspec.json.encode([new]), type=list[WorkerActivity]) == [new]

@@ -88,13 +88,13 @@ def test_figures_are_those_of_all_workers_and_a_host_compressor_serves_racks() -
     )
     tally.add(told)
     found = summarize.summarize_run(tally)
-    assert found["exact"] is False and found["travel"]["levels"] == {}, "nothing is final yet"
+    assert found["exact"] is False and found["traffic"]["levels"] == {}, "nothing is final yet"
 
     usual = {"epoch": 0, "loss": 1.0, "lanes": (0, 2), "spent": TimeSpent(), "leader": True}
     tally.add(StepsCommitted(time=3.0, rank=0, step=2, count=2, samples=8, **usual))
     tally.add(replace(told, final=True))
     tally.add(replace(told, rank=1, sent_bytes={"rack": 200}, squared_errors={"host": (8.0, 125.0)}, final=True))
-    assert summarize.summarize_run(tally)["travel"]["levels"] == {
+    assert summarize.summarize_run(tally)["traffic"]["levels"] == {
         "rack": {"bytes": 500, "bytes_saved": 1500, "bytes_per_step": 250.0, "compressor": "int8", "error": 0.2}
     }
 

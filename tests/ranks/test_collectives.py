@@ -91,7 +91,7 @@ def _shared_bytes() -> int:
 
 
 def test_a_group_of_another_backend_is_refused_by_name() -> None:
-    with pytest.raises(shoal.InputError, match=r"this is no process group, and needs one of shoal"):
+    with pytest.raises(shoal.InputError, match=r"this call needs a group of the backend shoal, and there is none"):
         prefix_sum(torch.ones(1))
 
     def work(group: WorkerGroup) -> str:
@@ -101,4 +101,6 @@ def test_a_group_of_another_backend_is_refused_by_name() -> None:
         return str(caught.value)
 
     told = ranks(2, work)[0]
-    assert re.search(r"a group of the backend gloo, and needs one of shoal\n  fix: dist.init_process_group", told)
+    assert re.search(
+        r"needs a group of the backend shoal, and this is one of gloo\n  fix: dist.init_process_group", told
+    )

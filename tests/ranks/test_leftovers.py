@@ -42,7 +42,7 @@ def test_processes_that_run_or_were_not_waited_for() -> None:
         os.waitpid(pid, 0)
     assert len(left) == 2
     assert any(text.startswith(f"process {running} (") and text.endswith(" still runs") for text in left)
-    assert any(text.startswith(f"process {ended} (") and "nobody waited for it" in text for text in left)
+    assert any(text.startswith(f"process {ended} (") and "its parent did not wait for it" in text for text in left)
 
 
 @pytest.mark.usefixtures("at_once")

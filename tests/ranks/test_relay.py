@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.relay_lanes import Halves, held, summed
 from helpers.routes import at
 from shoal.collectives.choose_algorithm import candidates
-from shoal.collectives.run_tree import TensorPool, TreeExecutor, split_pieces
+from shoal.collectives.run_tree import TensorPool, TreeExecutor, TreeOptions, split_pieces
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import Span
 from shoal.testing import ranks
@@ -63,19 +63,10 @@ def test_real_processes_have_one_hash_for_all_routes(text: str, tmp_path: Path) 
                 parts = held(count, deal[mail.rank], length)
                 pieces = {span: split_pieces(route, part) for span, part in parts.items()}
                 result = next(iter(parts.values()))
-                relay = TreeExecutor(
-                    mail,
-                    route,
-                    pieces,
-                    split_pieces(route, result),
-                    lanes=count,
-                    assignment=deal,
-                    places=places,
-                    base=base,
-                    pool=pool,
-                    chunk_bytes=1 << 16,
-                    **options,
+                given = TreeOptions(
+                    lanes=count, assignment=deal, places=places, base=base, pool=pool, chunk_bytes=1 << 16, **options
                 )
+                relay = TreeExecutor(mail, route, pieces, split_pieces(route, result), given)
                 base += relay.tags
                 relay.wait()
                 found[number][name] = tensor_sha256(result)

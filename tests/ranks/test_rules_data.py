@@ -10,11 +10,7 @@ from torch import Tensor
 
 import shoal
 from helpers.steps import Samples, loader, sha256
-from shoal.testing import (
-    dropout_net,
-    job_for,
-    samples_for,
-)
+from shoal.testing import dropout_net, job_for, samples_for
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

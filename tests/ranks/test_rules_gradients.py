@@ -11,9 +11,7 @@ from torch import Tensor
 
 from helpers.steps import Sometimes, gradients, plain_loss, same, sometimes_data, strategy_for, take_step
 from shoal.collectives.group import WorkerGroup
-from shoal.testing import (
-    ranks,
-)
+from shoal.testing import ranks
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

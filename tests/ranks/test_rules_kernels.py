@@ -23,13 +23,7 @@ from helpers.command import in_child
 from helpers.steps import mlp, mlp_data, sha256
 from shoal.numerics import kernels
 from shoal.numerics.digest import tensor_sha256
-from shoal.testing import (
-    cross_entropy,
-    dropout_net,
-    everything,
-    job_for,
-    samples_for,
-)
+from shoal.testing import cross_entropy, dropout_net, everything, job_for, samples_for
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

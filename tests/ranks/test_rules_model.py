@@ -27,13 +27,7 @@ from shoal.collectives.group import WorkerGroup
 from shoal.numerics import seeds
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.numerics.lanes import cut_batch
-from shoal.testing import (
-    batch_norm_net,
-    dropout_net,
-    everything,
-    job_for,
-    ranks,
-)
+from shoal.testing import batch_norm_net, dropout_net, everything, job_for, ranks
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

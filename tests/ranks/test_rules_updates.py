@@ -17,14 +17,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.steps import mlp_data, sha256
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
-from shoal.testing import (
-    cross_entropy,
-    dropout_net,
-    everything,
-    job_for,
-    samples_for,
-    tied_language_model,
-)
+from shoal.testing import cross_entropy, dropout_net, everything, job_for, samples_for, tied_language_model
 
 pytestmark = pytest.mark.usefixtures("generators_stay")
 

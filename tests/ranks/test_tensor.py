@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.tensor_cases import (
-    CASES,
-    C,
-    Case,
-    H,
-    Model,
-    T,
-    X,
-    numbers,
-    slices,
-)
+from helpers.tensor_cases import CASES, C, Case, H, Model, T, X, numbers, slices
 from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.numerics.tensor_slice import TensorSlice
 from shoal.parallel.tensor import ShardedTensor, TensorGroup, copy_to_meta, find_rules, gather_tree, install

@@ -53,7 +53,7 @@ def test_workers_alone_give_plain_copies_and_the_bits_of_one(call: Caller, tmp_p
     write_job(tmp_path)
     one = call.train("job.py")
     two = call.train("job.py", "--workers", "2", "--plan", "auto")
-    assert (two.value["layout"], two.value["layout_chosen"]) == ("data=2", None)
+    assert (two.value["layout"], two.value["layout_reason"]) == ("data=2", None)
     assert two.sha256 == one.sha256
 
 
@@ -62,7 +62,7 @@ def test_what_one_layout_has_no_memory_for_another_has(call: Caller, tmp_path: P
     one = call.train("job.py")
     result = call.train("job.py", "--workers", "2", "--memory", "30MB", "--run-dir", "run")
     assert result.value["layout"] != "data=2"
-    assert result.value["layout_chosen"].endswith("and a worker has 30 MB (--memory)")
+    assert result.value["layout_reason"].endswith("and a worker has 30 MB (--memory)")
     assert result.sha256 == one.sha256
     assert json.loads(Path("run/plan.json").read_text())["exact"]
     told = call.good("report", "run").out
@@ -82,7 +82,7 @@ def test_a_dry_run_shows_the_choice_and_its_prediction(call: Caller, tmp_path: P
     write_job(tmp_path, fields=BIG + ", loss=F.mse_loss, data=(x, x[:, :3])")
     out = call.good("train", "job.py", "--workers", "2", "--memory", "30MB", "--dry-run").out
     assert ": plain copies need " in out
-    assert "predicted: a step of " in out and "predicted: a worker's memory at the most " in out
+    assert "predicted: a step of " in out and "predicted: a worker's memory at most " in out
     assert out.splitlines()[-1] == "predicted for cluster: laptop preset; shoal cluster probe measures yours"
 
 
@@ -108,12 +108,12 @@ def test_those_who_are_left_go_on_with_another_layout(
     assert report.weights_sha256 == undisturbed()
     value = report.value
     assert (value["layout"], value["outcome"], value["workers"]) == ("pipeline=2", "done", 2)
-    kinds = [fault["kind"] for fault in value["faults"]]
-    assert kinds.count("lost") == 2 and kinds.count("relaid") == 1
-    (told,) = [fault["reason"] for fault in value["faults"] if fault["kind"] == "relaid"]
+    kinds = [fault["kind"] for fault in value["incidents"]]
+    assert kinds.count("lost") == 2 and kinds.count("layout-changed") == 1
+    (told,) = [fault["reason"] for fault in value["incidents"] if fault["kind"] == "layout-changed"]
     assert told == "layout data=2,pipeline=2 → pipeline=2: 2 workers left"
     assert capfd.readouterr().err.count(told) == 1
-    assert value["committed"]["samples_lost"] == value["committed"]["samples_doubled"] == 0
+    assert value["committed"]["samples_lost"] == value["committed"]["samples_repeated"] == 0
     assert faults.audit(long()).sound
     assert json.loads((faults.run / "plan.json").read_text())["workers"] == 2
     started = [event for event in RunFolder(faults.run).read_events() if type(event).__name__ == "RunStarted"]
@@ -125,5 +125,5 @@ def test_resumed_with_fewer_workers_it_keeps_its_replicas(tmp_path: Path) -> Non
         shoal.train(long(), layout="data=2,pipeline=2", stop_after=4, quiet=True, run_dir="run")
     report = shoal.train(long(), workers=2, resume="run", quiet=True)
     assert (report.value["layout"], report.value["resumed_from"]) == ("pipeline=2", 4)
-    assert report.value["layout_chosen"] == "the run had data=2,pipeline=2, and there are 2 workers now"
+    assert report.value["layout_reason"] == "the run had data=2,pipeline=2, and there are 2 workers now"
     assert report.weights_sha256 == undisturbed()

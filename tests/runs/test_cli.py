@@ -104,7 +104,7 @@ def test_a_plan_is_replayed(call: Caller, tmp_path: Path) -> None:
     write_job(tmp_path)
     first = call.train("job.py", "--workers", "3", "--shares", "1,2,1", "--run-dir", "first")
     again = call.train("job.py", "--plan", "first/plan.json")
-    assert first.value["deal"] == again.value["deal"] == [[0, 1], [1, 3], [3, 4]]
+    assert first.value["assignment"] == again.value["assignment"] == [[0, 1], [1, 3], [3, 4]]
     assert Path(again.value["folder"], "plan.json").read_bytes() == Path("first/plan.json").read_bytes()
     assert first.sha256 == again.sha256 == call.train("job.py").sha256
 

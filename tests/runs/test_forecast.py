@@ -1,33 +1,34 @@
 """Every run says before what it will take, and after how far that was off. What goes wrong in it harms no run."""
 
-import io
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from torch import nn
+
 import shoal
 from helpers.command import Caller, write_job
+from helpers.forecast_job import compared, job, predict_run
 from shoal.driver.make_plan import open_job
-from shoal.driver.predict_run import BackgroundTrace, RunPredictor, PredictionBasis, NoPrediction, predict_plan, prediction_basis
-from shoal.errors import InputError
+from shoal.driver.predict_run import (
+    BackgroundTrace,
+    NoPrediction,
+    PredictionBasis,
+    RunPredictor,
+    predict_plan,
+    prediction_basis,
+)
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.planner.cost.calibrate import Calibration
-from shoal.report import live_view
-from shoal.report.aggregate import RunTally
-from shoal.report.closing_report import _prediction, error_text, rows
-from shoal.report.events import ModelEvaluated, RunPredicted, RunStarted, TimeSpent, StepsCommitted, WorkerStarted
-from shoal.report.predicted_vs_measured import LINES, reconcile
+from shoal.report.closing_report import rows
+from shoal.report.events import ModelEvaluated, RunPredicted
+from shoal.report.prediction_text import prediction_rows
 from shoal.report.run_folder import RunFolder
-from helpers.forecast_job import TERMS, compared, job, predict_run
-
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,6 @@ def plan(layout: str = "data=2") -> Any:
 
 
 # -- what is foreseen -------------------------------------------------------------------------------------------------
-
-
 
 
 def test_a_forecast_adds_up_and_says_what_it_was_made_for() -> None:
@@ -133,7 +132,7 @@ def test_every_run_records_its_prediction(tmp_path: Path) -> None:
     assert found["step_ms"]["measured"] == report.value["step_ms"]["total"], "there was no evaluation"
     for side, total in (("predicted_ms", "predicted"), ("measured_ms", "measured")):
         assert sum(line[side] for line in found["lines"].values()) == pytest.approx(found["step_ms"][total], abs=1e-4)
-    assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["carried"])
+    assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["model_shards"])
     (event,) = [each for each in RunFolder(Path("run")).read_events() if isinstance(each, RunPredicted)]
     assert event.samples_per_second == told["samples_per_second"]
     said = [text for label, text in rows(report.value) if label == "a step"]
@@ -157,7 +156,7 @@ def test_a_run_that_cannot_be_predicted_trains_as_ever(call: Caller, tmp_path: P
     assert result.value["prediction"]["lines"] is None
     assert "predicted" in call.good("report", "run").out
     refused = call("train", "job.py", "--calibrate", "run")
-    assert refused.code == 2 and "run run was not predicted" in refused.err
+    assert refused.code == 2 and "run run has no prediction" in refused.err
 
 
 def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_run_corrects_the_next_prediction(call: Caller, tmp_path: Path) -> Non
     assert seconds[1] == pytest.approx(next_one["seconds"]) != pytest.approx(seconds[0])
     refused = call("train", "job.py", "--cluster", "dgx-a100", "--calibrate", "first")
     assert refused.code == 2
-    assert "run first was predicted for cluster laptop preset, and dgx-a100 is to be calibrated" in refused.err
+    assert "run first was predicted for cluster laptop preset, but the calibration is for dgx-a100" in refused.err
 
 
 # -- predicted against measured ---------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ def test_evaluations_are_no_part_of_a_step() -> None:
     found = compared(evaluation_ms=2.0)
     assert found["step_ms"]["measured"] == 58.0
     assert found["lines"]["rest"]["measured_ms"] == pytest.approx(2.0)
-    told = [text for _, text in _prediction({"prediction": found, "layout": "data=2"})]
+    told = [text for _, text in prediction_rows({"prediction": found, "layout": "data=2"})]
     assert "besides: evaluation 2.00 ms a step" in told
     x = torch.randn(32, 16)
     report = shoal.train(job(evaluate=(x, x)), quiet=True).value

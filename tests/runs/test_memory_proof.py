@@ -25,15 +25,15 @@ def test_the_kernel_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_four_workers_train_it_under_the_same_cap() -> None:
     report = shoal.train(job(), layout="pipeline=2,tensor=2", memory=CAP, quiet=True)
     assert report.steps == 3
-    carried = report.value["carried"]
-    assert [(each["stage"], each["slice"]) for each in carried] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    carried = report.value["model_shards"]
+    assert [(each["stage"], each["tensor_shard"]) for each in carried] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     whole = sum(parameter.numel() for parameter in large().parameters())
     for each in carried:
         assert each["limit_bytes"] == 80_000_000
         assert 28_000_000 < each["peak_bytes"] < 80_000_000, carried
         assert each["num_parameters"] < 0.27 * whole
     alone = shoal.train(job(), quiet=True)
-    assert alone.value["carried"][0]["peak_bytes"] > 113_000_000, "it does need what it is said to need"
+    assert alone.value["model_shards"][0]["peak_bytes"] > 113_000_000, "it does need what it is said to need"
     assert report.final_loss == pytest.approx(alone.final_loss, rel=1e-4)
 
 
@@ -54,5 +54,5 @@ def test_recomputed_blocks_hold_their_inputs_alone() -> None:
     wide = job(model=lambda: nn.Sequential(*(Wide() for _ in range(8))), data=(rows, rows), batch=4096, steps=2)
     plain, spared = (shoal.train(wide, memory="1GB", recompute=flag, quiet=True) for flag in (False, True))
     assert spared.weights_sha256 == plain.weights_sha256
-    peaks = [report.value["carried"][0]["peak_bytes"] for report in (plain, spared)]
+    peaks = [report.value["model_shards"][0]["peak_bytes"] for report in (plain, spared)]
     assert peaks[1] < peaks[0] - 30_000_000, "8 blocks, each with 8 MB between its layers"

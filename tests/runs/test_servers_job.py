@@ -549,7 +549,7 @@ def test_what_goes_on_from_an_inexact_run_is_not_exact(tmp_path: Path) -> None:
     with pytest.raises(shoal.Stopped):
         shoal.train(this, resume=str(run), workers=2, servers=1, sync="sync", stop_after=6, quiet=True)
     found = shoal.train(this, resume=str(run), workers=1, servers=0, quiet=True)
-    assert not found.exact and found.value["inexact_before"] == "async"
+    assert not found.exact and found.value["inexact_sync_mode"] == "async"
     assert any("goes on from a checkpoint of --sync async" in text for _, text in rows(found.value))
 
 
@@ -579,5 +579,5 @@ def test_checkpoints_are_written_on_the_way_in_every_mode(tmp_path: Path) -> Non
 def test_a_report_tells_of_servers(tmp_path: Path) -> None:
     found = train(plain_job(), tmp_path / "run", workers=2, servers=2, sync="stale:3")
     told = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes())["servers"]
-    assert told["mode"] == "stale:3" and sum(told["staleness"]["histogram"].values()) >= STEPS
+    assert told["sync_mode"] == "stale:3" and sum(told["staleness"]["histogram"].values()) >= STEPS
     assert found.value["exact"] is False

@@ -50,9 +50,9 @@ def test_a_compressed_run_says_what_it_saved_and_what_error_it_made(call: Caller
 
     value = report("run")
     assert value["exact"] is False and value["weights_sha256"] != alone
-    travel = value["travel"]
+    travel = value["traffic"]
     assert travel["hosts"] == ["r0h0", "r0h0", "r0h1", "r0h1"] and travel["racks"] == ["r0"] * 4
-    assert (travel["compress"], travel["uncrossed"]) == ({"host": "int8", "rack": "bf16"}, ["rack"])
+    assert (travel["compressors"], travel["unused_levels"]) == ({"host": "int8", "rack": "bf16"}, ["rack"])
     between = travel["levels"]["host"]
     whole = between["bytes"] + between["bytes_saved"]
     assert whole == 8 * 2 * 4 * 3632, "8 steps, to and fro, 4 bytes for each of 3,603 elements and what pads them"
@@ -85,13 +85,13 @@ def test_algorithms_give_the_bits_of_one_process(call: Caller, hosts: int, each:
             shape = lab("--workers-per-host", str(each), hosts=hosts)
             found = call.good(*shape, command, file, "--algorithm", algorithm, "--json").value
             assert found["weights_sha256"] == expected[command] and found["exact"] is True
-            way, reason = found["travel"]["way"], found["travel"]["reason"]
+            way, reason = found["traffic"]["transport"], found["traffic"]["reason"]
             if algorithm == "halving" and size == 3:
                 assert way != "halving" and reason.startswith("halving needs a power of two, and there are 3 ranks; ")
             else:
                 assert way == algorithm and reason.startswith(f"{algorithm} was asked for: ")
             assert f"{size} ranks on {hosts} hosts in 1 rack" in reason
-            assert found["travel"]["levels"]["host"]["bytes_saved"] == 0
+            assert found["traffic"]["levels"]["host"]["bytes_saved"] == 0
 
 
 @root
@@ -126,7 +126,7 @@ def test_on_one_host_nothing_crosses_and_the_run_stays_exact(call: Caller, worke
         assert "--algorithm ring is for messages between hosts" in text
         assert ("through shared memory" in text) == (workers == "2")
     value = report("run")
-    assert value["exact"] is True and value["travel"]["levels"] == {}
+    assert value["exact"] is True and value["traffic"]["levels"] == {}
     assert value["weights_sha256"] == call.train("job.py").sha256 == shoal_train(workers).weights_sha256
 
 
@@ -138,9 +138,9 @@ def test_a_run_that_asks_for_nothing_says_little(call: Caller) -> None:
     write_job(Path.cwd())
     call.good("train", "job.py", "--run-dir", "one")
     found = call.good("train", "job.py", "--workers", "2", "--run-dir", "two")
-    assert report("one")["travel"] is None and events(Path("one"), "traffic-reported") == []
+    assert report("one")["traffic"] is None and events(Path("one"), "traffic-reported") == []
     assert "  gradients   through shared memory\n" in found.out
-    assert report("two")["travel"]["way"] == "shared memory"
+    assert report("two")["traffic"]["transport"] == "shared memory"
 
 
 def test_a_plan_says_what_is_asked_for(call: Caller) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster, Device
-from shoal.planner.cost.predict import predict, slowest_device
+from shoal.planner.cost.compute import slowest_device
+from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.workload import Block, Workload

@@ -25,6 +25,7 @@ COMMANDS = {  # a command is a module of this room with TEXT, EXAMPLE, `argument
     "After": ("report [RUN]", "runs", "compare RUN RUN…"),
     "Prove": ("lab -- COMMAND", "bench collectives", "chaos FILE"),
 }
+MODULES = {name: import_module(f"shoal.cli.{name}") for each in COMMANDS.values() for name, *_ in map(str.split, each)}
 WITH_ARGUMENTS = ("run", "lab", "estimate")  # commands that take a script's or a program's arguments after --
 
 
@@ -36,7 +37,7 @@ def build_parser() -> CommandParser:
     for group, usages in COMMANDS.items():
         for number, usage in enumerate(usages):
             name = usage.split()[0]
-            module = import_module(f"shoal.cli.{name}")
+            module = MODULES[name]
             lines.append(f"{'' if number else group:8} {usage:21} {module.TEXT}")
             if name not in commands.choices:
                 module.arguments(command(commands, name, module.TEXT, module.call, module.EXAMPLE))

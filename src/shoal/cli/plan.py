@@ -22,17 +22,10 @@ from shoal.planner.cost.setup import SEARCHED_MODES
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.search.candidates import SearchSpace, space_of
+from shoal.planner.search.cheapest import CheapestPlans, cheapest_plans
 from shoal.planner.search.explain import explain, larger_batch, seconds_text
 from shoal.planner.search.scaling_curve import scaling_curve
-from shoal.planner.search.search import (
-    OBJECTIVES,
-    Candidate,
-    CheapestPlans,
-    PlanRanking,
-    candidate_to_plan,
-    cheapest_plans,
-    search,
-)
+from shoal.planner.search.search import OBJECTIVES, Candidate, PlanRanking, candidate_to_plan, search
 from shoal.planner.trace_job import workload_of
 from shoal.report import chart
 from shoal.worker.memory import parse_size

@@ -6,17 +6,10 @@ from typing import Any
 
 from shoal.planner.cost.prediction import MEMORY_PARTS, TERMS, StagePrediction
 from shoal.planner.search.candidates import EXACT
+from shoal.planner.search.cheapest import CheapestPlans, duration_text
 from shoal.planner.search.explain import PlanExplanation, percent, seconds_text
 from shoal.planner.search.scaling_curve import ScalingCurve
-from shoal.planner.search.search import (
-    Candidate,
-    CheapestPlans,
-    PlanRanking,
-    describe,
-    duration_text,
-    gigabytes_text,
-    memory_share_text,
-)
+from shoal.planner.search.search import Candidate, PlanRanking, describe, gigabytes_text, memory_share_text
 from shoal.report import chart
 from shoal.report.human import columns, parts_that_add_up, rate
 from shoal.report.scaling_laws import amdahl_limit, usl_peak

@@ -15,6 +15,7 @@ from shoal.job.load import load_job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name, default_chunks
 from shoal.planner.cluster import Cluster
+from shoal.planner.cost.compute import slowest_device
 from shoal.planner.cost.csv_table import (
     DTYPES,
     TableRow,
@@ -24,7 +25,7 @@ from shoal.planner.cost.csv_table import (
     predict_table,
     workload_of_row,
 )
-from shoal.planner.cost.predict import predict, slowest_device
+from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import SHOAL
 from shoal.planner.cost.setup import RECOMPUTE, Setup

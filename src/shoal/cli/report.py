@@ -11,7 +11,7 @@ from shoal.cli.options import run_argument
 from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.planner.calibration_runs import load_calibration, write_calibration
-from shoal.report.closing_report import closing
+from shoal.report.closing_report import ClosingReport
 from shoal.report.run_folder import find_run
 
 TEXT = "the closing report of a run"
@@ -48,4 +48,4 @@ def print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = Fal
     if as_json:
         print_json(value)
     else:
-        Console().print(closing(value, prediction=prediction))
+        Console().print(ClosingReport(value, prediction=prediction))

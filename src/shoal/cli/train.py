@@ -9,7 +9,7 @@ from shoal.driver.launch import train_with
 from shoal.driver.make_plan import PreparedJob, open_job
 from shoal.errors import InputError
 from shoal.job.job import Job
-from shoal.report.closing_report import prediction_lines
+from shoal.report.prediction_text import prediction_lines
 from shoal.worker.run_config import RunConfig
 
 TEXT = "train a job"

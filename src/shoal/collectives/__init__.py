@@ -1,11 +1,11 @@
-"""How tensors travel between workers. Knows ranks, tensors and the lanes' tree; no job, no plan.
+"""Moves tensors between ranks. Knows ranks, tensors and the lanes' tree; no job, no plan.
 
-Beside the standard collectives, which are torch.distributed's own with `backend="shoal"`:
+The standard collectives are torch.distributed's own with `backend="shoal"`. This module adds:
 
-    prefix_sum      what the ranks up to this one add up to
-    merge           the ordered sum of partial sums that exact data parallelism needs
-    open_commons    memory of each rank that all ranks of the host can reach, summed in place
-    Wish            how a group's tensors are to travel: pg_options=Wish(compress="int8@host")
+    prefix_sum            the sum over the ranks up to this one
+    ordered_reduce        the sum of partial sums in the order of the lanes' tree: exact data parallelism needs it
+    open_shared_buffers   memory of each rank that all ranks of the host can access, summed in place
+    CommOptions           how a group's tensors travel: pg_options=CommOptions(compress="int8@host")
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ __all__ = ["CommOptions", "open_shared_buffers", "ordered_reduce", "prefix_sum"]
 
 
 def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) -> "Tensor":
-    """The sum over the ranks up to this one (`exclusive`: below it, zeros on rank 0), as a new tensor.
+    """Returns the sum over the ranks up to this one (`exclusive`: below it; zeros on rank 0) as a new tensor.
 
-    To the bit what an all-reduce of just those ranks would give.
+    The bits equal those of an all-reduce over just these ranks.
     """
     return _shoal_group(group).prefix_sum(tensor, exclusive)
 
@@ -35,20 +35,21 @@ def prefix_sum(tensor: "Tensor", group: Any = None, *, exclusive: bool = False) 
 def ordered_reduce(
     lanes: int, assignment: Sequence[Span], partials: "Mapping[Span, Tensor]", group: Any = None
 ) -> "Tensor":
-    """The sum of `lanes` tensors that ranks hold as partial sums, added in the order of the lanes' tree.
+    """Returns the sum of `lanes` tensors that the ranks hold as partial sums, added in the order of the lanes' tree.
 
-    `deal` says which lanes each rank holds, from and to; `parts` has this rank's sums by subtree
-    (`shoal.numerics.lanes.subtrees(lanes, deal[rank])`), flat and of one length. The memory of the first one becomes
-    the result, which is the same to the bit for every deal.
+    `assignment` has the span of lanes of each rank. `partials` has this rank's sums by subtree
+    (`shoal.numerics.lanes.subtrees(lanes, assignment[rank])`), flat and of one length. The result overwrites the first
+    of them; its bits are the same for every assignment.
     """
     _shoal_group(group).ordered_reduce(lanes, assignment, partials).wait()
     return next(iter(partials.values()))
 
 
 def open_shared_buffers(num_bytes: int, group: Any = None) -> "SharedBuffers | None":
-    """Memory of each rank that all can reach: `commons.own` is this rank's, `commons.all_reduce(dtype)` sums in place.
+    """Allocates memory of each rank that all ranks can access.
 
-    All ranks call it together. None, on all, where they do not share a host or it has no memory left.
+    In the result, `own` is this rank's buffer and `all_reduce(dtype)` sums all buffers in place. All ranks call this
+    together. Returns None on all of them if they do not share a host or the host has too little memory.
     """
     from shoal.collectives import shared_buffers
 
@@ -62,6 +63,7 @@ def _shoal_group(group: Any) -> "ShoalProcessGroup":
 
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ShoalProcessGroup):
-        named = "no process group" if group is None else f"a group of the backend {dist.get_backend(group)}"
-        raise InputError(f"this is {named}, and needs one of {NAME}", fix=f'dist.init_process_group("{NAME}")')
+        found = "there is none" if group is None else f"this is one of {dist.get_backend(group)}"
+        fix = f'dist.init_process_group("{NAME}")'
+        raise InputError(f"this call needs a group of the backend {NAME}, and {found}", fix=fix)
     return group

@@ -1,19 +1,20 @@
-"""What torch's calls hand over, in one shape: lists, flat tensors, bytes, operations. Misfits are told at once."""
+"""Brings the arguments of torch's calls into one form: lists, flat tensors, bytes, operations. Refuses misfits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.operation import DTYPES, CollectiveOp
+from shoal.collectives.operation import DTYPES, CollectiveOp, dtype_name
 from shoal.collectives.reduction import read_reduction
 from shoal.errors import CallError, CollectiveError
 
 
 class FlatTensor:
-    """A tensor as a flat contiguous one. Where that is a copy, `close` writes it back."""
+    """A flat contiguous form of a tensor. If it is a copy, `close` writes it back."""
 
     def __init__(self, tensor: Tensor, write_back: bool) -> None:
         self.tensor = tensor.detach()
@@ -32,12 +33,21 @@ class FlatTensor:
             self.close()
 
 
+@contextmanager
+def flat_outputs(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields the outputs as flat bytes. Writes copies back at the end of the block, unless it raises."""
+    flats = [FlatTensor(output, write_back=True) for output in outputs]
+    yield [as_bytes(flat.flat) for flat in flats]
+    for flat in flats:
+        flat.close()
+
+
 def flatten(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.contiguous().view(-1)
-    # A single element counts as contiguous whatever its stride says; a view as bytes wants it right.
+    # Torch calls a single element contiguous whatever its stride is, but a view as bytes needs stride 1.
     return flat.as_strided((1,), (1,)) if flat.numel() == 1 and flat.stride(0) != 1 else flat
 
 
@@ -50,29 +60,25 @@ def as_list(tensors: Any) -> list[Tensor]:
 
 
 def read_root(options: Any, root: int) -> int:
-    """Torch gives it as options, as a number in their place, or by name."""
-    if isinstance(options, int):
-        return options
-    return int(getattr(options, "rootRank", root))
+    """Torch passes the root in its options, as a number in their place, or by keyword."""
+    return options if isinstance(options, int) else int(getattr(options, "rootRank", root))
 
 
 def read_rank_list(tensors: Any) -> list[Tensor]:
-    """The list of one tensor per rank, which torch wraps in another list; empty where this rank has none."""
+    """The list of one tensor per rank, which torch wraps in another list; empty if this rank has none."""
     nested = bool(tensors) and isinstance(tensors[0], (list, tuple))
     return list(tensors[0] if nested else tensors or [])
 
 
 def read_op(options: Any) -> Any:
-    if options is None:
-        return dist.ReduceOp.SUM
-    return getattr(options, "reduceOp", options)
+    return dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
 
 
 def reduce_call(name: str, tensor: Tensor, op: Any, root: int = -1) -> tuple[CollectiveOp, Any]:
     check_dtype(name, tensor)
-    how = read_reduction(op, tensor.dtype, name)
+    reduction = read_reduction(op, tensor.dtype, name)
     shape = tuple(tensor.shape) if name != "reduce_scatter" else ()
-    return CollectiveOp(name, tensor.dtype, tensor.numel(), shape, how.name, root), how
+    return CollectiveOp(name, tensor.dtype, tensor.numel(), shape, reduction.name, root), reduction
 
 
 def move_call(name: str, tensor: Tensor, root: int = -1) -> CollectiveOp:
@@ -82,8 +88,8 @@ def move_call(name: str, tensor: Tensor, root: int = -1) -> CollectiveOp:
 
 def check_dtype(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise CollectiveError(f"{name} does not move {str(tensor.dtype).removeprefix('torch.')}; it moves {known}")
+        known = ", ".join(map(dtype_name, DTYPES))
+        raise CollectiveError(f"{name} does not move {dtype_name(tensor.dtype)}; it moves {known}")
 
 
 def check_same(
@@ -93,8 +99,8 @@ def check_same(
     for tensor in (*left, *right):
         if tensor.dtype != first.dtype:
             raise CallError(
-                f"{name}: invalid tensor type: {side} is {str(first.dtype).removeprefix('torch.')},"
-                f" {other} {str(tensor.dtype).removeprefix('torch.')}: they must be of one type"
+                f"{name}: invalid tensor type: {side} is {dtype_name(first.dtype)},"
+                f" {other} {dtype_name(tensor.dtype)}: they must be of one type"
             )
         if counts and tensor.numel() != first.numel():
             raise CallError(

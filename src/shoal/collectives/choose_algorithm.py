@@ -1,16 +1,16 @@
-"""Which route to take: a pure function of places, links and size that returns the choice with its reason."""
+"""Chooses the route of a collective: a pure function of places, links and size. The choice carries its reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Unpack
 
-from shoal.collectives.cost_model import CollectiveCost, LinkSpeed, PayloadSizer, collective_cost
+from shoal.collectives.cost_model import CollectiveCost, CollectiveShape, LinkSpeed, collective_cost
 from shoal.collectives.topology import RankPlace, ranks_by_host
 from shoal.collectives.trees import TreeRoute, direct, halving, hierarchical, reroot, ring, tree
 from shoal.errors import InputError
-from shoal.numerics.lanes import Span
 
-ALGORITHMS = ("direct", "hierarchical", "tree", "halving", "ring")  # of two that cost the same, the first is taken
+ALGORITHMS = ("direct", "hierarchical", "tree", "halving", "ring")  # of equal costs the first wins
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class AlgorithmChoice:
     reason: str
     seconds: float
     alternatives: tuple[tuple[str, float], ...]  # by predicted seconds
-    refused: Mapping[str, str]  # algorithms that do not fit, and why
+    refused: Mapping[str, str]  # why other algorithms do not fit
 
 
 def candidates(
     places: Sequence[RankPlace], *, exact: bool, own_pieces: bool = False
 ) -> tuple[dict[str, TreeRoute], dict[str, str]]:
-    """The routes that fit, by name, and why others do not. With `own_pieces`, piece p has its root at rank p."""
+    """The routes that fit, by name, and why others do not. With `own_pieces`, rank p is the root of piece p."""
     size = len(places)
     roots = range(size) if own_pieces else None
     found = {"direct": direct(size), "hierarchical": hierarchical(places, roots=roots)}
@@ -52,66 +52,43 @@ def choose_algorithm(
     links: Mapping[str, LinkSpeed],
     num_bytes: int,
     *,
-    lanes: int | None = None,
-    assignment: Sequence[Span] | None = None,
     exact: bool = True,
     algorithm: str | None = None,
     root: int | None = None,
     own_pieces: bool = False,
-    up: bool = True,
-    down: bool = True,
-    element_bytes: int = 4,
-    compress: Mapping[str, PayloadSizer] | None = None,
+    **shape: Unpack[CollectiveShape],
 ) -> AlgorithmChoice:
-    """The fastest route by the cost model, or the one asked for.
+    """Returns the fastest route by the cost model, or the one named `algorithm`.
 
-    `root` hangs all trees up at one rank: reduce (up only) and broadcast (down only). `own_pieces` gives rank p the
-    root of piece p: reduce-scatter and all-gather.
+    `root` makes one rank the root of all trees: for reduce (up only) and broadcast (down only). `own_pieces` makes rank
+    p the root of piece p: for reduce-scatter and all-gather.
     """
     found, refused = candidates(places, exact=exact, own_pieces=own_pieces)
     if algorithm is not None:
         _check(algorithm, found, refused)
     if root is not None:
         found = {name: reroot(route, root) for name, route in found.items()}
-    distinct: dict[tuple[tuple[int, ...], ...], str] = {}  # two names can mean the same trees: the first will do
+    distinct: dict[tuple[tuple[int, ...], ...], str] = {}  # two names can mean the same trees: price one
     for name in ALGORITHMS:
         if name in found:
             distinct.setdefault(found[name].parents, name)
     if algorithm is not None:
         distinct[found[algorithm].parents] = algorithm
     costs = {
-        name: collective_cost(
-            found[name],
-            places,
-            links,
-            num_bytes,
-            lanes=lanes,
-            assignment=assignment,
-            ordered=exact,
-            up=up,
-            down=down,
-            element_bytes=element_bytes,
-            compress=compress,
-        )
+        name: collective_cost(found[name], places, links, num_bytes, ordered=exact, **shape)
         for name in distinct.values()
     }
     ranking = sorted(costs, key=lambda name: (costs[name].seconds, ALGORITHMS.index(name)))
     best = algorithm or min(ranking, key=lambda name: _sort_key(costs[name]))
     others = tuple((name, costs[name].seconds) for name in ranking if name != best)
-    return AlgorithmChoice(
-        name=best,
-        route=found[best],
-        ordered=exact,
-        reason=_reason(best, algorithm is not None, places, num_bytes, costs[best], others),
-        seconds=costs[best].seconds,
-        alternatives=others,
-        refused=refused,
-    )
+    name = f"{best} was asked for" if algorithm is not None else best
+    reason = _reason(name, places, num_bytes, costs[best], others)
+    return AlgorithmChoice(best, found[best], exact, reason, costs[best].seconds, others, refused)
 
 
-def _sort_key(price: CollectiveCost) -> tuple[float, float]:
-    """Fast first. Of what the model cannot tell apart, whatever loads the links least: it has room for surprises."""
-    return float(f"{price.seconds:.2g}"), float(f"{price.load:.9g}")
+def _sort_key(cost: CollectiveCost) -> tuple[float, float]:
+    """Fast first; of routes that the model cannot tell apart, the one that loads the links least."""
+    return float(f"{cost.seconds:.2g}"), float(f"{cost.load:.9g}")
 
 
 def _check(algorithm: str, found: Mapping[str, TreeRoute], refused: Mapping[str, str]) -> None:
@@ -132,27 +109,22 @@ def unknown_algorithm(name: str) -> InputError:
 
 
 def _reason(
-    name: str,
-    asked: bool,
-    places: Sequence[RankPlace],
-    num_bytes: int,
-    price: CollectiveCost,
-    others: Sequence[tuple[str, float]],
+    name: str, places: Sequence[RankPlace], num_bytes: int, cost: CollectiveCost, others: Sequence[tuple[str, float]]
 ) -> str:
     racks = ranks_by_host(places)
     hosts = sum(len(rack) for rack in racks)
     where = f"{_count(len(places), 'rank')} on {_count(hosts, 'host')} in {_count(len(racks), 'rack')}"
-    start = f"{name}{' was asked for' if asked else ''}: {readable_bytes(num_bytes)} over {where}"
-    if price.bottleneck is None:
+    start = f"{name}: {readable_bytes(num_bytes)} over {where}"
+    link = cost.bottleneck
+    if link is None:
         return f"{start} need no message"
-    if price.messages > price.seconds / 2:
-        most = f"{readable_seconds(price.messages)} of it for messages"
+    if cost.messages > cost.seconds / 2:
+        most = f"{readable_seconds(cost.messages)} of it for messages"
     else:
-        wire = price.bottleneck
-        link = {"memory": "the memory of rank", "host": "the link of host", "rack": "the uplink of rack"}[wire.level]
-        most = f"mostly on {link} {wire.name} with {readable_bytes(price.traffic[wire])} {wire.direction}"
+        owner = {"memory": "the memory of rank", "host": "the link of host", "rack": "the uplink of rack"}[link.level]
+        most = f"mostly on {owner} {link.name} with {readable_bytes(cost.traffic[link])} {link.direction}"
     against = f"; {others[0][0]} would take {readable_seconds(others[0][1])}" if others else ""
-    return f"{start} take {readable_seconds(price.seconds)}, {most}{against}"
+    return f"{start} take {readable_seconds(cost.seconds)}, {most}{against}"
 
 
 def _count(number: int, word: str) -> str:

@@ -1,8 +1,8 @@
-"""Waits for gloo that can be given up.
+"""Waits for gloo messages that can be abandoned.
 
-gloo's own cannot: a message of which some bytes have come, and no more, holds whoever waits for it until its deadline,
-even when its connection has been closed. So a thread waits for large messages, and whoever needs them waits for the
-thread; when the group has failed, the thread is left behind. (What is small comes whole or not at all.)
+gloo itself cannot abandon a wait: a message of which only some bytes arrive blocks its receiver until the deadline,
+even when the connection is closed. So a thread waits for each large message, and the caller waits for the thread. When
+the group fails, the caller abandons the thread. Small messages arrive whole or not at all and need no thread.
 """
 
 import threading
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 0.2  # after a failure: most waits end with it
+GRACE_SECONDS = 0.2  # after a failure, since most waits end with it
 
 
 class _WaitTask:
@@ -23,7 +23,7 @@ class _WaitTask:
 
 
 class GlooWaitPool:
-    """`failed`: whether the group has."""
+    """Threads that wait for gloo. `failed` returns whether the group has failed."""
 
     def __init__(self, failed: Callable[[], bool]) -> None:
         self._failed = failed
@@ -33,12 +33,12 @@ class GlooWaitPool:
         self._busy = 0
 
     def wait(self, wait: Callable[[], object]) -> bool:
-        """Does it in another thread. False where it was given up; raises what it raised."""
+        """Calls `wait` in another thread. Raises its error; returns False if the group failed first."""
         task = _WaitTask(wait)
         with self._guard:
             self._busy += 1
             if self._busy > len(self._threads):
-                self._threads.append(threading.Thread(target=self._serve, name="shoal waiter", daemon=True))
+                self._threads.append(threading.Thread(target=self._serve, name="shoal gloo wait", daemon=True))
                 self._threads[-1].start()
         self._tasks.put(task)
         done = task.done.acquire(timeout=POLL_SECONDS)
@@ -61,10 +61,10 @@ class GlooWaitPool:
             except Exception as error:
                 task.error = error
             with self._guard:
-                left_behind = task.thread not in self._threads
+                abandoned = task.thread not in self._threads
             task.done.release()
-            del task  # and with it the tensor
-            if left_behind:
+            del task  # frees the tensor
+            if abandoned:
                 return
 
     def close(self) -> None:

@@ -1,15 +1,16 @@
-"""The workers of a run as one group: gather a row, merge partial sums in the order of the tree, send from one to all.
+"""The workers of a run as one group: gather a row, reduce partial sums in the order of the tree, broadcast.
 
-`Alone` is the group of one worker; `Workers` is one of torch.distributed's groups with the backend "shoal".
+`SoloGroup` is the group of one worker. `DistributedGroup` is a group of torch.distributed with the backend "shoal".
 """
 
+import copy
 import os
 import socket
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,34 +19,28 @@ from torch._C._distributed_c10d import Store
 from shoal.collectives.options import CommOptions
 from shoal.collectives.process_group import NAME, ShoalProcessGroup, register
 from shoal.collectives.shared_buffers import SharedBuffers, open_shared_buffers
-from shoal.collectives.single_host import SingleHostTransport
-from shoal.collectives.stats import CommStats, places_of, single_host_stats
+from shoal.collectives.stats import CommStats, single_host_stats
 from shoal.collectives.topology import RankPlace
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.lanes import Span, fold
 
-if TYPE_CHECKING:
-    from shoal.collectives.multi_host import MultiHostTransport
-
 
 class PendingTensor(Protocol):
-    """A merge under way. `wait` returns the sum."""
+    """A tensor that a running operation fills or reads. `wait` returns the tensor when the operation is done."""
 
     def wait(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveStatus:
-    """A collective under way, for whoever asks why nothing moves."""
+    """A running collective, for reports about a run that does not move."""
 
     operation: str
-    missing_ranks: list[int]  # ranks that have not come to it
+    missing_ranks: list[int]  # ranks that have not joined it
     seconds: float
 
 
 class PendingSend(PendingTensor, Protocol):
-    """A message under way."""
-
     @property
     def done(self) -> bool: ...
 
@@ -63,8 +58,8 @@ class WorkerGroup(Protocol):
     ) -> PendingTensor:
         """Begins the sum over all workers of flat tensors of one length, this worker's given by subtree.
 
-        The memory of `parts` belongs to the merge until it is done, and may hold the result afterwards. `key` names
-        the tensor, for what a compressor remembers of it; what has no name is not compressed.
+        The reduction owns the memory of `partials` until it is done, and may leave the result there. `key` identifies
+        the tensor for compressors with state; a tensor without a key is not compressed.
         """
         ...
 
@@ -75,36 +70,36 @@ class WorkerGroup(Protocol):
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None: ...
 
     def isend(self, tensor: Tensor, to: int, tag: int) -> "PendingSend":
-        """Begins to send; the tensor belongs to the message until that is done."""
+        """Begins to send. The caller must not change the tensor until the send is done."""
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> "WorkerGroup":
-        """Some of the workers as a group of their own. All of them ask for it, in the same order; it ends with this
-        one. Their ranks in it are their places in `ranks`."""
+        """Forms a group of some of the workers, ranked by their places in `ranks`. All of them call this in the same
+        order. The subgroup closes with this group."""
         ...
 
     def shared_buffers(self, num_bytes: int) -> SharedBuffers | None:
-        """Memory of each worker that all can reach; None where they share no host, or it has none left."""
+        """Memory of each worker that all can access; None if they share no host or it has too little memory."""
         ...
 
     def comm_stats(self) -> CommStats:
-        """How sums have travelled so far, as this worker saw it."""
+        """How this worker's sums have travelled so far."""
         ...
 
     def raise_if_failed(self) -> None:
-        """Raises if the group has failed: what is computed for it would come to nothing."""
+        """Raises the group's error if it has failed, so that its workers stop computing for it."""
         ...
 
     def abandon(self, reason: str) -> None:
-        """Called from another thread: every wait of this worker in the group ends with PeerLost, now and later."""
+        """Ends every wait of this worker in the group, now and later, with PeerLost. Any thread may call this."""
         ...
 
     def ended_ranks(self) -> list[int]:
-        """Ranks that are known to have ended without a word."""
+        """Ranks whose process ended without leaving the group."""
         ...
 
     def status(self) -> CollectiveStatus | None:
-        """What this worker does in the group at this moment. Called from another thread; None: nothing."""
+        """The collective that this worker runs now, or None. Any thread may call this."""
         ...
 
     def close(self) -> None: ...
@@ -119,7 +114,7 @@ class ReadyTensor:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)  # a plain add: anything fused would round differently
+    return left.add_(right)  # a plain add: a fused one would round differently
 
 
 class SoloGroup:
@@ -143,13 +138,13 @@ class SoloGroup:
         return
 
     def send(self, tensor: Tensor, to: int) -> None:
-        raise RunError("one worker alone has nobody to send to")
+        raise RunError("a group of one worker cannot send")
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        raise RunError("one worker alone has nobody to receive from")
+        raise RunError("a group of one worker cannot receive")
 
     def isend(self, tensor: Tensor, to: int, tag: int) -> PendingSend:
-        raise RunError("one worker alone has nobody to send to")
+        raise RunError("a group of one worker cannot send")
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
         return SoloGroup(self.options)
@@ -177,7 +172,7 @@ class SoloGroup:
 
 
 class DistributedGroup:
-    """Torch's default group, so that a job's own code can use torch.distributed; a script that has one keeps it."""
+    """Torch's default group, so that a job's code can use torch.distributed; or another, if a script has made one."""
 
     def __init__(
         self,
@@ -189,9 +184,8 @@ class DistributedGroup:
         options: CommOptions | None = None,
         form_timeout: timedelta | None = None,
     ) -> None:
-        """`forming`: how long to wait for the others to come, where that differs from how long to wait in the group."""
-        self.rank = rank
-        self.size = size
+        """`form_timeout`: how long to wait for the others to join, if not `timeout`, which holds for collectives."""
+        self.rank, self.size = rank, size
         self.subgroups: list[DistributedGroup] = []
         self.owned = not dist.is_initialized()
         register()
@@ -216,12 +210,12 @@ class DistributedGroup:
         found.set_timeout(timeout)
 
     def _reset(self) -> None:
-        """Half a group is none: the next attempt starts afresh."""
+        """Removes a group that is half made, so that the next attempt can begin."""
         if self.owned and dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
         elif self.owned:
-            # Torch counts attempts and lets only those meet that have counted alike; some may have failed once more.
+            # Torch names a group by a count of attempts, and some ranks may have failed more often than others.
             dist.distributed_c10d._world.group_count = 0
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -230,7 +224,8 @@ class DistributedGroup:
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
     ) -> PendingTensor:
-        return _ReduceHandle(self.process_group, lanes, assignment, partials, key)
+        work = self.process_group.ordered_reduce(lanes, assignment, partials, key)
+        return _WorkHandle(next(iter(partials.values())), work)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.process_group.broadcast([tensor], source).wait()
@@ -242,80 +237,64 @@ class DistributedGroup:
         self.process_group.recv([tensor], source, tag).wait()
 
     def isend(self, tensor: Tensor, to: int, tag: int) -> PendingSend:
-        return _SendHandle(tensor, self.process_group.send([tensor], to, tag))
+        return _WorkHandle(tensor, self.process_group.send([tensor], to, tag))
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
         if len(ranks) == 1:
             return SoloGroup(self._options)
-        team = object.__new__(DistributedGroup)
-        team.rank, team.size, team.owned, team.subgroups, team._options = (
-            ranks.index(self.rank),
-            len(ranks),
-            False,
-            [],
-            self._options,
-        )
         try:
-            made = dist.new_group(
-                list(ranks),
-                timeout=self._timeout,
-                backend=NAME,
-                pg_options=self._options,
-                use_local_synchronization=True,
+            found = dist.new_group(
+                list(ranks), self._timeout, NAME, pg_options=self._options, use_local_synchronization=True
             )
         except (RuntimeError, ValueError) as error:
             raise PeerLost(f"rank {self.rank} could not form a group with ranks {list(ranks)}: {error}") from error
-        assert isinstance(made, ShoalProcessGroup)
-        team.process_group, team._timeout = made, self._timeout
-        self.subgroups.append(team)
-        self.raise_if_failed()  # whoever gave this group up meanwhile did not know of the new one
-        return team
+        assert isinstance(found, ShoalProcessGroup)
+        subgroup = copy.copy(self)
+        subgroup.rank, subgroup.size, subgroup.process_group = ranks.index(self.rank), len(ranks), found
+        subgroup.owned, subgroup.subgroups = False, []
+        self.subgroups.append(subgroup)
+        self.raise_if_failed()  # another thread may have abandoned this group before it knew the new one
+        return subgroup
 
     def shared_buffers(self, num_bytes: int) -> SharedBuffers | None:
         return open_shared_buffers(self.process_group, num_bytes)
 
     def raise_if_failed(self) -> None:
         for group in (self, *self.subgroups):
-            error = group.process_group.transport.failure()
+            error = group.process_group.transport.health.failure
             if error is not None:
                 raise error
 
     def abandon(self, reason: str) -> None:
         for group in (self, *self.subgroups):
-            group.process_group.transport.announce_exit(PeerLost(reason))
+            group.process_group.transport.health.fail(PeerLost(reason))
 
     def ended_ranks(self) -> list[int]:
-        return self.process_group.transport.ended_ranks()
+        return self.process_group.transport.health.ended_ranks()
 
     def status(self) -> CollectiveStatus | None:
         for group in (self, *self.subgroups):
-            found = group.process_group.transport.status()
+            found = group.process_group.transport.health.status()
             if found is not None:
-                members = (
-                    list(range(group.size)) if group is self else dist.get_process_group_ranks(group.process_group)
-                )
-                return CollectiveStatus(
-                    operation=found[0], missing_ranks=[members[rank] for rank in found[1]], seconds=found[2]
-                )
+                operation, missing, seconds = found
+                if group is not self:
+                    ranks = dist.get_process_group_ranks(group.process_group)
+                    missing = [ranks[rank] for rank in missing]
+                return CollectiveStatus(operation=operation, missing_ranks=missing, seconds=seconds)
         return None
 
     def comm_stats(self) -> CommStats:
-        way, members = self.process_group.transport, self.process_group.members
-        return (
-            single_host_stats(places_of(members), members[0].options)
-            if isinstance(way, SingleHostTransport)
-            else cast("MultiHostTransport", way).comm_stats()
-        )
+        return self.process_group.transport.comm_stats()
 
     def close(self) -> None:
         if dist.is_initialized():
-            for team in self.subgroups:
-                dist.destroy_process_group(team.process_group)
+            for subgroup in self.subgroups:
+                dist.destroy_process_group(subgroup.process_group)
             self.subgroups.clear()
             dist.destroy_process_group(None if self.owned else self.process_group)
 
 
-class _SendHandle:
+class _WorkHandle:
     def __init__(self, tensor: Tensor, work: dist.Work) -> None:
         self._tensor, self._work = tensor, work
 
@@ -326,20 +305,3 @@ class _SendHandle:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._tensor
-
-
-class _ReduceHandle:
-    def __init__(
-        self,
-        group: ShoalProcessGroup,
-        lanes: int,
-        assignment: Sequence[Span],
-        partials: Mapping[Span, Tensor],
-        key: Hashable,
-    ) -> None:
-        self._result = next(iter(partials.values()))
-        self._work = group.ordered_reduce(lanes, assignment, partials, key)
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._result

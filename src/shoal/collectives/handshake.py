@@ -1,10 +1,10 @@
-"""Who belongs to a group and where: each member leaves a note at the store, and reads the others'."""
+"""The members of a group and their hosts: each member writes a note to the store and reads the others'."""
 
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.collectives.options import CommOptions
 from shoal.errors import InputError, PeerLost
 
-POLL_SECONDS = 0.005  # between two looks whether the others have come, where there may be a reason not to wait on
-_abort_reason: ContextVar[Callable[[], str] | None] = ContextVar("in_vain", default=None)
+POLL_SECONDS = 0.005  # between two checks for the other members and for a reason to stop waiting
+_abort_reason: ContextVar[Callable[[], str] | None] = ContextVar("abort_reason", default=None)
 
 
 @contextmanager
 def abort_wait_if(abort_reason: Callable[[], str]) -> Iterator[None]:
-    """A group that is made in this block waits for its members only as long as there is no reason (empty) not to."""
+    """A group made in this block stops waiting for its members once `abort_reason` returns a reason (not empty)."""
     token = _abort_reason.set(abort_reason)
     try:
         yield
@@ -33,24 +33,24 @@ def abort_wait_if(abort_reason: Callable[[], str]) -> Iterator[None]:
 
 class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
-    host: str  # where memory can be shared: machine, network and name together
-    name: str  # of the host, for people
+    host: str  # identity of the host: members with the same one can share memory
+    name: str  # of the host, for messages
     rack: str
     address: str
     pid: int
-    descriptor: int  # of this member's shared memory, -1 where it has none
-    token: str  # a secret at the start of that memory: shows that it is the right one
+    descriptor: int  # of this member's shared memory, or -1
+    token: str  # a secret at the start of that memory: a reader recognizes the memory by it
     num_bytes: int = 0
-    no_memory_reason: str = ""  # why there is no shared memory
+    no_memory_reason: str = ""  # why this member has no shared memory
     options: CommOptions = CommOptions()
-    error: str = ""  # why this rank cannot take part
+    error: str = ""  # why this rank cannot join
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.name}"
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory. A lab's hosts differ by their network, containers by their boot."""
+    """Equal for processes that can share memory. Hosts of a lab differ by network namespace, machines by boot id."""
     named = os.environ.get("SHOAL_HOST", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -60,17 +60,17 @@ def host_identity() -> str:
     return f"{boot}/{network}/{socket.gethostname()}/{named}"
 
 
-def own_address(store: Any = None) -> str:
-    """The address under which other hosts reach this one: SHOAL_ADDRESS, or the one that leads to the store."""
+def own_address(store: Any) -> str:
+    """The address under which other hosts reach this one: SHOAL_ADDRESS, or that of the interface to the store."""
     named = os.environ.get("SHOAL_ADDRESS")
     if named:
         return named
-    while hasattr(store, "underlying_store"):  # under its prefixes
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
     target = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # nothing is sent: the kernel only chooses an interface
+            probe.connect((target, 9))  # sends nothing: the kernel only chooses an interface
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
@@ -80,15 +80,8 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def store_host(store: Any) -> str | None:
-    """The host of the store, where it has one."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return getattr(store, "host", None)
-
-
 def fresh_store(store: Store, rank: int) -> Store:
-    """A store may outlive a group, and serve the same ranks again: they count how often, each for itself."""
+    """A part of the store for this group alone: a store may outlive a group, so each rank counts its groups."""
     try:
         return PrefixStore(f"round {store.add(f'rounds/{rank}', 1)}/", store)
     except RuntimeError as error:
@@ -96,11 +89,11 @@ def fresh_store(store: Store, rank: int) -> Store:
 
 
 def _store_unreachable(rank: int, error: Exception) -> PeerLost:
-    return PeerLost(f"rank {rank} lost the store that the ranks meet at: {str(error).splitlines()[0]}")
+    return PeerLost(f"rank {rank} lost the store of the group: {str(error).splitlines()[0]}")
 
 
 def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, timeout: timedelta) -> list[str]:
-    """Every rank's note, by rank. Blocks until all have left theirs; says who did not come."""
+    """Returns every rank's note, by rank. Blocks until all ranks have written theirs; the error names the missing."""
     keys = [f"{key}/{each}" for each in range(size)]
     try:
         store.set(keys[rank], note)
@@ -112,11 +105,9 @@ def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, time
             missing = [str(each) for each, name in enumerate(keys) if not store.check([name])]
             if not missing:
                 raise
-            who = "rank" if len(missing) == 1 else "ranks"
-            raise PeerLost(
-                f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
-                f" for {who} {', '.join(missing)} to join the group"
-            ) from None
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            waited = f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
+            raise PeerLost(f"{waited} for {ranks} to join the group") from None
         return [bytes(found).decode() for found in store.multi_get(keys)]
     except PeerLost:
         raise
@@ -125,13 +116,13 @@ def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, time
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
-    in_vain = _abort_reason.get()
-    if in_vain is None:
+    abort_reason = _abort_reason.get()
+    if abort_reason is None:
         store.wait(keys, timeout)
         return
     until = time.monotonic() + timeout.total_seconds()
     while not store.check(keys):
-        reason = in_vain()
+        reason = abort_reason()
         if reason:
             raise PeerLost(reason)
         if time.monotonic() > until:
@@ -140,7 +131,7 @@ def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
 
 
 def exchange_members(store: Store, own: GroupMember, size: int, timeout: timedelta) -> list[GroupMember]:
-    """All members. One that cannot take part is not waited for: all others hear why."""
+    """Returns all members. Raises on all ranks if one member cannot join, with its error."""
     notes = exchange_notes(store, own.rank, size, "member", msgspec.json.encode(own).decode(), timeout)
     members = [msgspec.json.decode(note, type=GroupMember) for note in notes]
     for member in members:
@@ -150,16 +141,10 @@ def exchange_members(store: Store, own: GroupMember, size: int, timeout: timedel
 
 
 def relayed_error(member: GroupMember, text: str) -> str:
-    """What a rank said when it gave up, in the words of one who heard it."""
+    """The error of a failed rank as another rank reports it."""
     return text if " gave up: " in text or text.startswith(str(member)) else f"{member} gave up: {text}"
 
 
 def left_midway_error(member: GroupMember, doing: str, error: BaseException) -> PeerLost:
-    """For the others: a rank left a collective in the middle, for a reason of its own."""
-    told = f": {error}" if str(error) else ""
-    return PeerLost(f"{member} broke off {doing}: {type(error).__name__}{told}")
-
-
-def host_members(members: Sequence[GroupMember], rank: int) -> list[GroupMember]:
-    """The members on this rank's host, in rank order."""
-    return [member for member in members if member.host == members[rank].host]
+    """The error that the other ranks get when this one leaves a collective midway."""
+    return PeerLost(f"{member} broke off {doing}: {type(error).__name__}{f': {error}' if str(error) else ''}")

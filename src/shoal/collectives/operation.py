@@ -1,4 +1,4 @@
-"""What a rank is doing, as a record of fixed size: compared between ranks, and told when something goes wrong."""
+"""Describes a collective as a record of fixed size: ranks compare the records, and error messages print them."""
 
 import struct
 from dataclasses import dataclass
@@ -6,46 +6,15 @@ from functools import cached_property
 
 import torch
 
-NAMES = (
-    "none",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-    "prefix_sum",
-    "merge",
-    "send",
-    "recv",
-    "all_reduce of shared memory",
-    "monitored_barrier",
-)
-DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.complex32,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)
+_SUMS = ("all_reduce", "reduce", "reduce_scatter", "prefix_sum", "ordered_reduce", "all_reduce of shared memory")
+_MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "send", "recv")
+NAMES = ("none", *_SUMS, *_MOVES, "barrier")
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+DTYPES = (*INTEGERS, *UNSIGNED, torch.bool, *FLOATS, *EIGHT_BIT_FLOATS, *COMPLEX)
 NO_DTYPE = len(DTYPES)
 MAX_DIMENSIONS = 6
 _LAYOUT = struct.Struct(f"<6q{MAX_DIMENSIONS}q")
@@ -56,7 +25,7 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """One collective as a rank sees it. Two ranks do the same thing when their records are equal."""
+    """One collective as a rank calls it. The calls of two ranks fit together if their records are equal."""
 
     name: str
     dtype: torch.dtype | None = None
@@ -80,15 +49,17 @@ class CollectiveOp:
         )
 
     def __str__(self) -> str:
-        words = [self.name]
+        text = self.name
         if self.peer >= 0:
-            words.append({"send": "to", "recv": "from"}.get(self.name, "with root") + f" rank {self.peer}")
+            text += f" {({'send': 'to', 'recv': 'from'}).get(self.name, 'with root')} rank {self.peer}"
         if self.dtype is not None:
-            dtype = str(self.dtype).removeprefix("torch.")
-            shape = list(self.shape) if self.shape else self.count
-            of = f"{self.reduction} of " if self.reduction else ""
-            words.append(f"({of}{dtype} {shape})")
-        return " ".join(words)
+            reduced = f"{self.reduction} of " if self.reduction else ""
+            text += f" ({reduced}{dtype_name(self.dtype)} {list(self.shape) if self.shape else self.count})"
+        return text
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def read_record(record: bytes) -> CollectiveOp:

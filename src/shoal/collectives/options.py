@@ -1,6 +1,6 @@
-"""How a group's tensors are to travel between hosts: which algorithm, compressed or not, over which links.
+"""How a group's tensors travel between hosts: which algorithm, compressed or not, over which links.
 
-A group takes its first rank's word for all of it, so that all ranks choose alike.
+All ranks of a group use the options of its first rank, so that all choose alike.
 """
 
 import os
@@ -17,52 +17,51 @@ from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
 from shoal.errors import InputError
 
-# What the cost model assumes until it is told: a busy core's copies, and ten gigabits per second, also between racks.
+# Defaults of the cost model: the copies of a busy core, and ten gigabits per second, also between racks.
 DEFAULT_LINKS = {"memory": LinkSpeed(2e-5, 4e9), "host": LinkSpeed(1e-4, 1.1e9)}
 
 
 class CommOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, in words: SHOAL_ALGORITHM, SHOAL_COMPRESS, SHOAL_LINKS, or the run's own settings."""
+    """The user's request as text, from SHOAL_ALGORITHM, SHOAL_COMPRESS, SHOAL_LINKS or the run's settings."""
 
     algorithm: str = ""
     compress: str = ""
     inexact: bool = False
-    links: dict[str, tuple[float, float]] = {}  # by level: seconds, bytes per second
+    links: dict[str, tuple[float, float]] = {}  # by level: seconds of a message, bytes per second
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells another process of it."""
+        """The variables that pass these options to another process."""
         found = {"SHOAL_ALGORITHM": self.algorithm, "SHOAL_COMPRESS": self.compress}
         return {name: value for name, value in found.items() if value}
 
 
 def options_from_environment(asked: CommOptions | None = None) -> CommOptions:
-    """What was asked for, and from the environment what was not."""
+    """The options given, completed from the environment."""
     asked = asked or CommOptions()
-    links = os.environ.get("SHOAL_LINKS", "")
     return CommOptions(
         algorithm=asked.algorithm or os.environ.get("SHOAL_ALGORITHM", ""),
         compress=asked.compress or os.environ.get("SHOAL_COMPRESS", ""),
         inexact=asked.inexact,
-        links=asked.links or parse_links(links),
+        links=asked.links or parse_links(os.environ.get("SHOAL_LINKS", "")),
     )
 
 
 def parse_links(text: str) -> dict[str, tuple[float, float]]:
-    """What SHOAL_LINKS says: by level the seconds of a message and bytes per second, as `shoal bench` prints it."""
+    """Reads SHOAL_LINKS as `shoal bench collectives` prints it: seconds of a message and bytes per second, by level."""
     if not text:
         return {}
     try:
         found = msgspec.json.decode(text, type=dict[str, tuple[float, float]])
-        wrong = [where for where in found if where not in LEVELS]
-        why = f"there is no level {wrong[0]}; there are {', '.join(LEVELS)}" if wrong else ""
+        unknown = [level for level in found if level not in LEVELS]
+        problem = f"there is no level {unknown[0]}; there are {', '.join(LEVELS)}" if unknown else ""
         if any(latency < 0 or bandwidth <= 0 for latency, bandwidth in found.values()):
-            why = "a latency is 0 or more, a bandwidth above 0"
+            problem = "a latency is 0 or more, a bandwidth above 0"
     except msgspec.DecodeError as error:
-        why = str(error)
-    if why:
+        problem = str(error)
+    if problem:
         fix = """SHOAL_LINKS='{"host": [1e-4, 1.1e9]}', or what shoal bench collectives prints"""
-        raise InputError(f"SHOAL_LINKS is {text!r}: {why}", fix=fix)
+        raise InputError(f"SHOAL_LINKS is {text!r}: {problem}", fix=fix)
     return found
 
 
@@ -77,41 +76,31 @@ class CommConfig:
     def from_options(cls, options: CommOptions) -> "CommConfig":
         if options.algorithm and options.algorithm not in ALGORITHMS:
             raise unknown_algorithm(options.algorithm)
+        compressors = parse_compression(options.compress) if options.compress else {}
         return cls(
             algorithm=options.algorithm or None,
-            compress={
-                where: MeteredCompressor(compressor)
-                for where, compressor in (parse_compression(options.compress) if options.compress else {}).items()
-            },
+            compress={level: MeteredCompressor(compressor) for level, compressor in compressors.items()},
             inexact=options.inexact or options.algorithm == "ring",
-            links=DEFAULT_LINKS | {where: LinkSpeed(*figures) for where, figures in options.links.items()},
+            links=DEFAULT_LINKS | {level: LinkSpeed(*speed) for level, speed in options.links.items()},
         )
 
     def restrict_to(self, places: Sequence[RankPlace]) -> "CommConfig":
-        """What is left of it where ranks sit there: a compressor whose level nothing crosses costs no exactness."""
+        """Drops compressors of levels that no message between these places crosses: they cost no exactness."""
         crossed = crossed_levels(places)
-        used = [level_setting(self.compress, where) for where in crossed]
-        return replace(
-            self,
-            compress={where: each for where, each in self.compress.items() if any(each is one for one in used)},
-            inexact=self.inexact and bool(crossed),
-        )
+        used = [level_setting(self.compress, level) for level in crossed]
+        kept = {level: each for level, each in self.compress.items() if any(each is one for one in used)}
+        return replace(self, compress=kept, inexact=self.inexact and bool(crossed))
 
     @property
     def exact(self) -> bool:
         return not self.compress and not self.inexact
 
     def algorithm_for(self, size: int, **shape: Any) -> str | None:
-        """The algorithm that was asked for, where it fits a collective of this shape."""
-        if self.algorithm == "tree" and shape.get("own_pieces"):
-            return None
-        if self.algorithm == "halving" and size & (size - 1):
-            return None
-        if self.algorithm == "ring" and not self.inexact:
-            return None
-        return self.algorithm
+        """The requested algorithm if it fits a collective of this shape; otherwise None."""
+        misfits = {"tree": shape.get("own_pieces"), "halving": size & (size - 1), "ring": not self.inexact}
+        return None if misfits.get(self.algorithm or "") else self.algorithm
 
 
 def crossed_levels(places: Sequence[RankPlace]) -> set[Level]:
-    """The levels beyond one host that a message between two of these can cross."""
+    """The levels beyond one host that messages between these places cross."""
     return {link_level(one, other) for one, other in combinations(sorted(set(places)), 2)}

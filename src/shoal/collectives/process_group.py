@@ -1,9 +1,9 @@
-"""The torch.distributed backend "shoal": torch's calls, turned into those of a team.
+"""The torch.distributed backend "shoal".
 
-    dist.all_reduce(t) ──► ShoalProcessGroup.allreduce ──► Line (order) ──► Way (shared memory, or messages)
+    dist.all_reduce(t) ──► ShoalProcessGroup.allreduce ──► WorkQueue (order) ──► CollectiveTransport (memory, messages)
 
-A `ProcessGroup` written in Python: `Backend` itself cannot be subclassed. Tensors on a GPU go to NCCL, which is opened
-when the first one comes. Registered by `import shoal`.
+It subclasses `ProcessGroup`, since `Backend` cannot be subclassed in Python. Tensors on a GPU go to NCCL, which opens
+with the first one. `import shoal` registers the backend.
 """
 
 import functools
@@ -26,6 +26,7 @@ from shoal.collectives.arguments import (
     as_bytes,
     as_list,
     check_same,
+    flat_outputs,
     flatten,
     move_call,
     read_op,
@@ -49,11 +50,11 @@ _open_groups: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
 
 
 def register() -> None:
-    """Makes `backend="shoal"` known to torch.distributed. Does nothing the second time."""
+    """Registers `backend="shoal"` with torch.distributed, once."""
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    # Like atexit, and also in processes that multiprocessing starts, which end without it.
+    # Unlike atexit, this also runs in processes that multiprocessing starts.
     Finalize(None, _leave_all, exitpriority=100)
     _patch_monitored_barrier()
 
@@ -63,19 +64,19 @@ def _create(options: Any, comm_options: Any) -> "ShoalProcessGroup":
 
 
 def _leave_all() -> None:
-    """At the end of the process: groups that were not destroyed are left. Threads that are still in torch when the
-    interpreter ends would crash it; and those who wait for this rank are told why it ended."""
+    """At the end of the process, leaves the groups that were not destroyed and reports the cause to their other ranks.
+    The interpreter would crash if its end found threads in torch."""
     cause = sys.exc_info()[1] or getattr(sys, "last_value", None)
     for group in list(_open_groups):
         with suppress(Exception):
             if cause is not None and not isinstance(cause, SystemExit):
-                told = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
-                group.transport.announce_exit(PeerLost(f"{group.members[group.rank()]} ended with {told}"))
+                text = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
+                group.transport.health.fail(PeerLost(f"{group.members[group.rank()]} ended with {text}"))
             group.shutdown()
 
 
 def _patch_monitored_barrier() -> None:
-    """torch's function refuses every backend but gloo by name; a group of ours has a barrier of its own."""
+    """Torch's function accepts only the backend gloo. The patched one calls a Shoal group's own barrier."""
     original = dist.monitored_barrier
 
     @functools.wraps(original)
@@ -124,15 +125,15 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self.transport: CollectiveTransport
         self.members, self.transport = open_transport(store, rank, size, timeout, options)
         _open_groups.add(self)
-        self._queue = WorkQueue("shoal collectives", self._limit, self._on_error)
-        self._coalesced: list[Any] | None = None  # works issued since _start_coalescing
-        self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # all-reduces seen before
+        self._queue = WorkQueue("shoal collectives", self._limit, self.transport.abandon)
+        self._coalesced: list[Any] | None = None  # works since _start_coalescing
+        self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # by operation, type and shape
         self._name = self._description = ""
         self._barriers = 0
         self._on_device: dict[str, Any] = {}
         self._closed = False
 
-    # -- who and what ---------------------------------------------------------------------------------------------
+    # -- names and sizes ------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
         return self._rank
@@ -143,15 +144,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return NAME
 
-    getBackendName = _get_backend_name = name  # torch asks under three names
+    getBackendName = _get_backend_name = name  # torch uses all three
+    getRank, getSize = rank, size
 
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return self._size
-
-    # Torch's own keepers of these two ask the backends that a group of its own kind has registered.
+    # Torch's implementation of these reads the backends of a C++ group, and this group has none.
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -166,13 +162,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def get_group_store(self) -> Store:
         return self._store
@@ -191,11 +181,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
     supports_tensor_alloc = False
 
     def on_device(self, device: torch.device) -> Any:
-        """The backend for a GPU's tensors: NCCL, opened by all ranks with their first such tensor. Not run here."""
+        """The backend for tensors on a GPU: NCCL, which all ranks open with their first such tensor. Not tested."""
         if device.type not in self._on_device:
             if device.type != "cuda" or not dist.is_nccl_available():
                 raise CollectiveError(
-                    f"the backend {NAME} moves CPU tensors, and CUDA ones through NCCL; this one is on {device}",
+                    f"the backend {NAME} moves CPU tensors, and CUDA ones through NCCL; this one is on {device}"
                 )
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
@@ -212,9 +202,6 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _limit(self, limit: timedelta | None) -> None:
         self.transport.set_timeout((self._timeout if limit is None else limit).total_seconds())
 
-    def _on_error(self, error: BaseException) -> None:
-        self.transport.abandon(error)
-
     def _set_sequence_number_for_group(self) -> None:
         return
 
@@ -226,7 +213,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _issue(self, action: Callable[[], None], value: Any, options: Any) -> CollectiveWork:
         limit = getattr(options, "timeout", None)
         if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
-            action = self._within(limit, action)
+            action = functools.partial(self._run_within, limit, action)
         if self._coalesced is None:
             return self._queue.run(action, value, options is None or getattr(options, "asyncOp", True))
         work = self._queue.run(action, value, asynchronous=True)
@@ -234,25 +221,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return work
 
     def run_in_order(self, action: Callable[[], None]) -> None:
-        """Runs something of the caller's in the order of the group's collectives."""
+        """Runs the caller's action in the order of the group's collectives."""
         self._queue.run(action, None, asynchronous=False)
 
-    def _within(self, limit: timedelta, action: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
-            self._limit(limit)
-            try:
-                action()
-            finally:
-                self._limit(None)
-
-        return timed
+    def _run_within(self, limit: timedelta, action: Callable[[], None]) -> None:
+        self._limit(limit)
+        try:
+            action()
+        finally:
+            self._limit(None)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: Any = None) -> "CombinedWork":
+    def _end_coalescing(self, device: Any = None) -> CombinedWork:
         works, self._coalesced = self._coalesced or [], None
-
         return CombinedWork(works)
 
     # -- reductions -----------------------------------------------------------------------------------------------
@@ -266,25 +249,27 @@ class ShoalProcessGroup(dist.ProcessGroup):
         if len(tensors) == 1 and tensors[0].layout is torch.strided:
             tensor = tensors[0]
             key = (getattr(op, "op", op), tensor.dtype, tensor.shape)
-            plan = self._all_reduce_calls.get(key)
-            if plan is None:
-                plan = reduce_call("all_reduce", tensor, op)
-                if plan[1].factor is None:
-                    self._all_reduce_calls[key] = plan
-            what, how = plan
-            return self._issue(lambda: self._all_reduce(tensor, how, what), tensors, opts)
-        # Several: all of them, of all ranks, become one sum.
+            found = self._all_reduce_calls.get(key)
+            if found is None:
+                found = reduce_call("all_reduce", tensor, op)
+                if found[1].factor is None:
+                    self._all_reduce_calls[key] = found
+            call, reduction = found
+            return self._issue(lambda: self._all_reduce(tensor, reduction, call), tensors, opts)
+        # Several tensors of each rank become one sum.
         check_same("all_reduce", "a tensor", tensors, "another", tensors)
-        what, how = reduce_call("all_reduce", tensors[0], op)
-        if tensors[0].is_sparse and how.name != "sum":
-            raise CollectiveError(f"unsupported reduction operation: sparse tensors have no {how.name}; they have sum")
+        call, reduction = reduce_call("all_reduce", tensors[0], op)
+        if tensors[0].is_sparse and reduction.name != "sum":
+            raise CollectiveError(
+                f"unsupported reduction operation: sparse tensors have no {reduction.name}; they have sum"
+            )
 
         def action() -> None:
-            total = functools.reduce(how.combine, tensors)
+            total = functools.reduce(reduction.combine, tensors)
             if total.is_sparse:
                 self._sparse_all_reduce(total)
             else:
-                self._all_reduce(total, how, what)
+                self._all_reduce(total, reduction, call)
             for tensor in tensors:
                 if tensor is not total:
                     tensor.detach().copy_(total)
@@ -298,34 +283,24 @@ class ShoalProcessGroup(dist.ProcessGroup):
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def _sparse_all_reduce(self, tensor: Tensor) -> None:
-        """The sum of sparse tensors, added in rank order like all else; each rank may hold other places."""
+        """Sums sparse tensors in rank order. The ranks may hold values at different indices."""
         own = tensor.coalesce()
-        parts = [torch.empty(0)] * self._size
-        counts = torch.empty(self._size, dtype=torch.int64)
-        what = CollectiveOp("all_gather", torch.int64, 1)
-        count = torch.tensor([own._nnz()])
-        self.transport.all_gather(list(counts.view(self._size, 1).view(torch.uint8).unbind(0)), as_bytes(count), what)
-        most = int(counts.max())
+        counts = self._gather_rows(torch.tensor([own._nnz()])).view(-1).tolist()
+        most = max(counts)
         indices = torch.zeros(own.sparse_dim(), most, dtype=torch.int64)
         indices[:, : own._nnz()] = own.indices()
         values = torch.zeros(most, *own.values().shape[1:], dtype=own.dtype)
         values[: own._nnz()] = own.values()
-        all_indices = [torch.empty_like(indices) for _ in range(self._size)]
-        all_values = [torch.empty_like(values) for _ in range(self._size)]
-        for outputs, source in ((all_indices, indices), (all_values, values)):
-            what = CollectiveOp("all_gather", source.dtype, source.numel(), tuple(source.shape))
-            self.transport.all_gather([as_bytes(output) for output in outputs], as_bytes(source), what)
-        for rank in range(self._size):
-            length = int(counts[rank])
-            parts[rank] = torch.sparse_coo_tensor(
-                all_indices[rank][:, :length], all_values[rank][:length], own.shape, check_invariants=False
-            )
-        total = functools.reduce(torch.add, parts).coalesce()
-        tensor.copy_(total)
+        gathered = zip(self._gather_rows(indices), self._gather_rows(values), counts, strict=True)
+        operands = [
+            torch.sparse_coo_tensor(each[:, :length], found[:length], own.shape, check_invariants=False)
+            for each, found, length in gathered
+        ]
+        tensor.copy_(functools.reduce(torch.add, operands).coalesce())
 
     @_route_by_device
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> CollectiveWork:
-        """Each of them for itself, one after the other."""
+        """Reduces each tensor, one after the other."""
         op = read_op(opts)
         if not tensors:
             raise CallError("all_reduce requires non-empty tensor list, and was given none")
@@ -335,27 +310,25 @@ class ShoalProcessGroup(dist.ProcessGroup):
             )
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise CallError("all_reduce of several: tensors must all have the same type")
-        plans = [(tensor, *reduce_call("all_reduce", tensor, op)) for tensor in tensors]
+        calls = [(tensor, *reduce_call("all_reduce", tensor, op)) for tensor in tensors]
 
         def action() -> None:
-            for tensor, what, how in plans:
-                self._all_reduce(tensor, how, what)
+            for tensor, call, reduction in calls:
+                self._all_reduce(tensor, reduction, call)
 
         return self._issue(action, list(tensors), opts)
 
     @_route_by_device
     def reduce(self, tensors: Any, opts: Any = None, op: Any = dist.ReduceOp.SUM, root: int = 0) -> CollectiveWork:
-        tensors = as_list(tensors)
-        root = read_root(opts, root)
-        self._check_rank(root, "reduce")
-        (tensor,) = tensors
-        what, how = reduce_call("reduce", tensor, getattr(opts, "reduceOp", op), root)
+        (tensor,) = as_list(tensors)
+        root = self._root("reduce", opts, root)
+        call, reduction = reduce_call("reduce", tensor, getattr(opts, "reduceOp", op), root)
 
         def action() -> None:
             with FlatTensor(tensor, write_back=self._rank == root) as flat:
-                self.transport.reduce(flat, root, how, what)
+                self.transport.reduce(flat, root, reduction, call)
 
-        return self._issue(action, tensors, opts)
+        return self._issue(action, [tensor], opts)
 
     @_route_by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
@@ -364,25 +337,25 @@ class ShoalProcessGroup(dist.ProcessGroup):
         op = read_op(opts)
 
         def action() -> None:
-            for output, parts in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, parts, op)
+            for output, row in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, row, op)
 
-        for output, parts in zip(outputs, inputs, strict=True):
-            self._check_scattered(output, parts)
+        for output, row in zip(outputs, inputs, strict=True):
+            if len(row) != self._size:
+                raise CallError(
+                    f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(row)}"
+                )
+            check_same("reduce_scatter", "the output", [output], "this rank's input", [row[self._rank]])
+            check_same("reduce_scatter", "the output", [output], "an input", row, counts=False)
             reduce_call("reduce_scatter", output, op)
         return self._issue(action, outputs, opts)
 
-    def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
-        _, how = reduce_call("reduce_scatter", output, op)
-        what = CollectiveOp("reduce_scatter", output.dtype, sum(part.numel() for part in parts), (), how.name)
+    def _reduce_scatter(self, output: Tensor, row: Sequence[Tensor], op: Any) -> None:
+        _, reduction = reduce_call("reduce_scatter", output, op)
+        count = sum(source.numel() for source in row)
+        call = CollectiveOp("reduce_scatter", output.dtype, count, (), reduction.name)
         with FlatTensor(output, write_back=True) as flat:
-            self.transport.reduce_scatter([flatten(part) for part in parts], flat, how, what)
-
-    def _check_scattered(self, output: Tensor, parts: Sequence[Tensor]) -> None:
-        if len(parts) != self._size:
-            raise CallError(f"reduce_scatter needs an input for each of {self._size} ranks, and was given {len(parts)}")
-        check_same("reduce_scatter", "the output", [output], "this rank's input", [parts[self._rank]])
-        check_same("reduce_scatter", "the output", [output], "an input", parts, counts=False)
+            self.transport.reduce_scatter([flatten(source) for source in row], flat, reduction, call)
 
     @_route_by_device
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> CollectiveWork:
@@ -406,10 +379,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         def action() -> None:
             for output, source in zip(outputs, sources, strict=True):
-                parts = (
-                    flatten(source).view(self._size, -1).unbind(0) if source.numel() else [flatten(source)] * self._size
-                )
-                self._reduce_scatter(output, parts, op)
+                flat = flatten(source)
+                row = flat.view(self._size, -1).unbind(0) if source.numel() else [flat] * self._size
+                self._reduce_scatter(output, row, op)
 
         return self._issue(action, list(outputs), opts)
 
@@ -418,43 +390,42 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
     ) -> CollectiveWork:
-        """The sum over all ranks of partial sums, each rank's by subtree of the lanes' tree, added in its order.
+        """Sums the partial sums of all ranks, given by subtree of the lanes' tree, in the order of the tree.
 
-        The sum ends up in the memory of each rank's first part. Flat contiguous tensors of one length.
+        The sum overwrites each rank's first partial sum. All are flat contiguous tensors of one length.
         """
         first = next(iter(partials.values()))
-        # Not the parts: ranks may hold different numbers of them.
-        what = CollectiveOp("merge", first.dtype, first.numel(), tuple(lane for span in assignment for lane in span))
+        # The record has the assignment and not the partial sums: ranks may hold different numbers of them.
+        spans = tuple(lane for span in assignment for lane in span)
+        call = CollectiveOp("ordered_reduce", first.dtype, first.numel(), spans)
 
         def action() -> None:
-            self.transport.ordered_reduce(lanes, assignment, partials, key, what)
+            self.transport.ordered_reduce(lanes, assignment, partials, key, call)
 
         return self._issue(action, [first], None)
 
     def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
-        """What an all-reduce of the ranks up to this one would give; `exclusive`: of the ranks below it."""
-        what, how = reduce_call("prefix_sum", tensor, dist.ReduceOp.SUM)
+        """The all-reduce over the ranks up to this one; `exclusive`: over the ranks below it."""
+        call, reduction = reduce_call("prefix_sum", tensor, dist.ReduceOp.SUM)
         found: list[Tensor] = []
-        self.run_in_order(lambda: found.append(self.transport.prefix_sum(flatten(tensor), how, what, exclusive)))
+        self.run_in_order(lambda: found.append(self.transport.prefix_sum(flatten(tensor), reduction, call, exclusive)))
         return found[0].view(tensor.shape)
 
     # -- moves ----------------------------------------------------------------------------------------------------
 
     @_route_by_device
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
-        tensors = as_list(tensors)
-        root = read_root(opts, root)
-        self._check_rank(root, "broadcast")
+        tensors, root = as_list(tensors), self._root("broadcast", opts, root)
         first = getattr(opts, "rootTensor", 0)
         if not 0 <= first < len(tensors):
             raise CallError(f"broadcast: invalid root tensor: there is no number {first} among {len(tensors)}")
         check_same("broadcast", "a tensor", tensors, "another", tensors)
         chosen = tensors[first]
-        what = move_call("broadcast", chosen, root)
+        call = move_call("broadcast", chosen, root)
 
         def action() -> None:
             with FlatTensor(chosen, write_back=self._rank != root) as flat:
-                self.transport.broadcast(as_bytes(flat), root, what)
+                self.transport.broadcast(as_bytes(flat), root, call)
             for tensor in tensors:
                 if tensor is not chosen:
                     tensor.detach().copy_(chosen)
@@ -463,7 +434,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     @_route_by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> CollectiveWork:
-        """One tensor per rank, or several: then every output list has all of them, rank by rank."""
+        """One tensor per rank, or several: then every output list holds all of them, rank by rank."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         each = len(inputs)
@@ -496,11 +467,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
         def action() -> None:
             for row, source in zip(outputs, inputs, strict=True):
-                flats = [FlatTensor(output, write_back=True) for output in row]
-                whats = move_call("all_gather", source)
-                self.transport.all_gather([as_bytes(flat.flat) for flat in flats], as_bytes(flatten(source)), whats)
-                for flat in flats:
-                    flat.close()
+                with flat_outputs(row) as flats:
+                    self.transport.all_gather(flats, as_bytes(flatten(source)), move_call("all_gather", source))
 
         return self._issue(action, outputs, opts)
 
@@ -534,55 +502,54 @@ class ShoalProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """Every rank's row, one below the other: the quickest way to agree on something small."""
+        """Returns the row of each rank as a row of one tensor."""
+        found: list[Tensor] = []
+        self.run_in_order(lambda: found.append(self._gather_rows(row)))
+        return found[0]
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
         rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
-        flats = list(as_bytes(rows).view(self._size, -1).unbind(0))
-        what = CollectiveOp("all_gather", row.dtype, row.numel())
-        self.run_in_order(lambda: self.transport.all_gather(flats, as_bytes(flatten(row)), what))
+        flats = list(as_bytes(rows).view(self._size, row.nbytes).unbind(0))
+        shape = tuple(row.shape) if row.dim() > 1 else ()
+        call = CollectiveOp("all_gather", row.dtype, row.numel(), shape)
+        self.transport.all_gather(flats, as_bytes(flatten(row)), call)
         return rows
 
     @_route_by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
-        inputs = as_list(inputs)
-        root = read_root(opts, root)
-        self._check_rank(root, "gather")
-        (source,) = inputs
+        (source,) = as_list(inputs)
+        root = self._root("gather", opts, root)
         row = read_rank_list(outputs)
         self._check_root_list("gather", "outputs", row, source, root)
-        what = move_call("gather", source, root)
+        call = move_call("gather", source, root)
 
         def action() -> None:
-            flats = [FlatTensor(output, write_back=True) for output in row]
-            targets = [as_bytes(flat.flat) for flat in flats] if self._rank == root else None
-            self.transport.gather(targets, as_bytes(flatten(source)), root, what)
-            for flat in flats:
-                flat.close()
+            with flat_outputs(row) as flats:
+                self.transport.gather(flats if self._rank == root else None, as_bytes(flatten(source)), root, call)
 
         return self._issue(action, [row], opts)
 
     @_route_by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> CollectiveWork:
-        outputs = as_list(outputs)
-        root = read_root(opts, root)
-        self._check_rank(root, "scatter")
-        (output,) = outputs
+        (output,) = as_list(outputs)
+        root = self._root("scatter", opts, root)
         row = read_rank_list(inputs)
         self._check_root_list("scatter", "inputs", row, output, root)
-        what = move_call("scatter", output, root)
+        call = move_call("scatter", output, root)
 
         def action() -> None:
             with FlatTensor(output, write_back=True) as flat:
                 sources = [as_bytes(flatten(each)) for each in row] if self._rank == root else None
-                self.transport.scatter(sources, as_bytes(flat), root, what)
+                self.transport.scatter(sources, as_bytes(flat), root, call)
 
-        return self._issue(action, outputs, opts)
+        return self._issue(action, [output], opts)
 
     def _check_root_list(self, name: str, side: str, row: Sequence[Tensor], other: Tensor, root: int) -> None:
         if self._rank != root:
             if row:
-                raise CallError(f"{name}: rank {self._rank} is not the root ({root}) and gives no {side}")
+                raise CallError(f"{name}: rank {self._rank} is not the root ({root}) and must give no {side}")
         elif len(row) != self._size:
-            raise CallError(f"{name}: the root gives {self._size} {side}, one per rank, and gave {len(row)}")
+            raise CallError(f"{name}: the root must give {self._size} {side}, one per rank, and gave {len(row)}")
         else:
             check_same(name, f"one of the {side}", row, "the other side", [other])
 
@@ -593,19 +560,19 @@ class ShoalProcessGroup(dist.ProcessGroup):
         check_same("all_to_all", "the input", [source], "the output", [output], counts=False)
         rows_out = self._splits(output, output_sizes, "output")
         rows_in = self._splits(source, input_sizes, "input")
-        what = CollectiveOp("all_to_all", source.dtype)
+        call = CollectiveOp("all_to_all", source.dtype)
 
         def action() -> None:
             with FlatTensor(output, write_back=True) as flat:
-                inputs = [as_bytes(part) for part in flatten(source).split(rows_in)]
-                self.transport.all_to_all([as_bytes(part) for part in flat.split(rows_out)], inputs, what)
+                inputs = [as_bytes(each) for each in flatten(source).split(rows_in)]
+                self.transport.all_to_all([as_bytes(each) for each in flat.split(rows_out)], inputs, call)
 
         return self._issue(action, [output], opts)
 
     alltoall_base = all_to_all_single
 
     def _splits(self, tensor: Tensor, sizes: Sequence[int], side: str) -> list[int]:
-        """Elements for each rank. Sizes count rows, the first dimension."""
+        """Elements for each rank. `sizes` counts rows of the first dimension."""
         if not sizes:
             if tensor.numel() and (not tensor.dim() or tensor.shape[0] % self._size):
                 raise CallError(
@@ -628,14 +595,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
             if len(row) != self._size:
                 raise CallError(f"all_to_all needs {self._size} {side}, one per rank, and was given {len(row)}")
         check_same("all_to_all", "an input", inputs, "an output", outputs, counts=False)
-        what = CollectiveOp("all_to_all", inputs[0].dtype)
+        call = CollectiveOp("all_to_all", inputs[0].dtype)
 
         def action() -> None:
-            flats = [FlatTensor(output, write_back=True) for output in outputs]
-            sources = [as_bytes(flatten(each)) for each in inputs]
-            self.transport.all_to_all([as_bytes(flat.flat) for flat in flats], sources, what)
-            for flat in flats:
-                flat.close()
+            with flat_outputs(outputs) as flats:
+                self.transport.all_to_all(flats, [as_bytes(flatten(each)) for each in inputs], call)
 
         return self._issue(action, list(outputs), opts)
 
@@ -644,7 +608,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self._issue(self.transport.barrier, [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names whoever did not come. Goes through the store, so the group stays usable."""
+        """A barrier whose error names the missing ranks. It uses the store, so the group stays usable."""
         if isinstance(timeout, float):
             timeout = timedelta(seconds=timeout)
         timeout = self._timeout if timeout is None else timeout
@@ -656,16 +620,16 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self._store.set(f"{key}/{self._rank}", "")
         if self._rank == 0:
             missing = self._missing(key, timeout, wait_all_ranks)
-            who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             where = ", ".join(str(self.members[rank]) for rank in missing)
-            verdict = f"{who} failed to pass monitoredBarrier in {limit} ms ({where})" if missing else ""
+            verdict = f"{ranks} failed to pass monitoredBarrier in {limit} ms ({where})" if missing else ""
             self._store.set(f"{key}/verdict", verdict)
         else:
             try:
                 self._store.wait([f"{key}/verdict"], timeout + timedelta(seconds=1))
                 verdict = bytes(self._store.get(f"{key}/verdict")).decode()
             except RuntimeError:
-                verdict = "it said nothing"
+                verdict = "it did not answer"
             if verdict:
                 verdict = (
                     f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting"
@@ -686,32 +650,29 @@ class ShoalProcessGroup(dist.ProcessGroup):
     # -- messages -------------------------------------------------------------------------------------------------
 
     @_route_by_device
-    def send(self, tensors: Any, to: int, tag: int = 0) -> "MessageWork":
+    def send(self, tensors: Any, to: int, tag: int = 0) -> MessageWork:
         (tensor,) = as_list(tensors)
         self._check_peer(to, "send")
-        flat = flatten(tensor)
-        return self._message(
-            self.transport.send(as_bytes(flat), to, tag, move_call("send", tensor, to)), [tensor], None
-        )
+        message = self.transport.send(as_bytes(flatten(tensor)), to, tag, move_call("send", tensor, to))
+        return self._message_work(message, tensor, None)
 
     @_route_by_device
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> "MessageWork":
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> MessageWork:
         self._check_peer(source, "recv")
         return self._receive(tensors, source, tag)
 
     @_route_by_device
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> "MessageWork":
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
         return self._receive(tensors, ANY_SOURCE, tag)
 
-    def _receive(self, tensors: Any, source: int, tag: int) -> "MessageWork":
+    def _receive(self, tensors: Any, source: int, tag: int) -> MessageWork:
         (tensor,) = as_list(tensors)
         flat = FlatTensor(tensor, write_back=True)
-        return self._message(
-            self.transport.receive(as_bytes(flat.flat), source, tag, move_call("recv", tensor, source)), [tensor], flat
-        )
+        message = self.transport.receive(as_bytes(flat.flat), source, tag, move_call("recv", tensor, source))
+        return self._message_work(message, tensor, flat)
 
-    def _message(self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None") -> "MessageWork":
-        work = MessageWork(message, tensors, flat, self._timeout.total_seconds())
+    def _message_work(self, message: TransportMessage, tensor: Tensor, flat: FlatTensor | None) -> MessageWork:
+        work = MessageWork(message, [tensor], flat, self._timeout.total_seconds())
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -719,7 +680,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def _check_peer(self, rank: int, name: str) -> None:
         self._check_rank(rank, name)
         if rank == self._rank:
-            raise CallError(f"{name}: rank {rank} is this rank itself, and a message needs two")
+            raise CallError(f"{name}: rank {rank} is this rank itself, and a message needs two ranks")
+
+    def _root(self, name: str, options: Any, root: int) -> int:
+        root = read_root(options, root)
+        self._check_rank(root, name)
+        return root
 
     def _check_rank(self, rank: int, name: str) -> None:
         if not 0 <= rank < self._size:
@@ -733,7 +699,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
             _open_groups.discard(self)
             self.transport.close()
             self._queue.close()
-            del self._store  # it may be the last one: whoever meets at the same port next finds a fresh one
+            del self._store  # with its last reference it closes, and the next group can open one at the same port
             for backend in self._on_device.values():
                 backend.shutdown()
 

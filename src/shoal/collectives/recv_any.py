@@ -1,11 +1,11 @@
-"""Receives from whoever sends first, across hosts.
+"""Receives from any rank, across hosts.
 
-gloo has such a receive, but nothing can end it before its deadline. So this is an ordinary one, from the rank that is
-known to have sent: all ranks count their messages; one that waits for anybody's asks the others for their counts, and
-is told of new ones from then on. Ranks that never ask pay nothing for it.
+gloo has such a receive, but nothing can end it before its deadline. So this is an ordinary receive from a rank that has
+sent. All ranks count the messages that they send. A rank that receives from any source requests the others' counts, and
+they report every further message to it. Ranks that never request counts pay nothing.
 
-    rank 0   receive from anyone ── how many have you sent me? ──►  rank 2   one
-             receive from rank 2 ◄───────────────────────────────
+    rank 0   receive from any    ── request: how many did you send to rank 0? ──►  rank 2
+             receive from rank 2 ◄── reply: one ────────────────────────────────
 """
 
 import threading
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from shoal.collectives.liveness import SendCountReply, SendCountRequest
+from shoal.collectives.liveness import CountMessage, SendCountReply, SendCountRequest
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.errors import CollectiveError
@@ -27,7 +27,7 @@ class WaitableMessage(Protocol):
 
 
 class AnySourceReceive:
-    """A receive that does not know yet from whom."""
+    """A receive whose source is not known yet."""
 
     error: CollectiveError | None = None
     done = False
@@ -58,7 +58,7 @@ class AnySourceReceive:
                 if self._message is not None:
                     self._message.wait(timeout)
                 else:
-                    raise self.error or self._matcher.monitor.error or CollectiveError("the group was closed")
+                    raise self.error or self._matcher.monitor.failure or CollectiveError("the group was closed")
         except CollectiveError as error:
             self.error = error
             raise
@@ -70,23 +70,21 @@ class AnySourceMatcher:
     def __init__(self, monitor: PeerMonitor) -> None:
         self.monitor = monitor
         self._change = threading.Condition()
-        self._sent: Counter[tuple[int, Kind]] = Counter()  # by this rank: to whom
-        self._wanted: set[tuple[int, Kind]] = set()  # who wants to be told
+        self._sent: Counter[tuple[int, Kind]] = Counter()  # by this rank, by receiver
+        self._subscribers: set[tuple[int, Kind]] = set()  # ranks that requested this rank's counts
         self._requested: set[Kind] = set()
-        self._peer_sent: Counter[tuple[int, Kind]] = Counter()  # to this rank: by whom
+        self._peer_sent: Counter[tuple[int, Kind]] = Counter()  # to this rank, by sender
         self._received: Counter[tuple[int, Kind]] = Counter()
         self._pending: list[AnySourceReceive] = []
         monitor.on_message = self._on_message
 
     def record_send(self, to: int, kind: Kind) -> None:
-        """This rank sends a message."""
         with self._change:
             self._sent[to, kind] += 1
-            if (to, kind) in self._wanted:
+            if (to, kind) in self._subscribers:
                 self._send_count(to, kind)
 
     def record_receive(self, source: int, kind: Kind) -> None:
-        """This rank receives one from a rank that it knows."""
         with self._change:
             self._received[source, kind] += 1
 
@@ -94,22 +92,22 @@ class AnySourceMatcher:
         with self._change:
             self._pending.append(receive)
             self._match()
-            ask = receive.kind not in self._requested
+            known = receive.kind in self._requested
             self._requested.add(receive.kind)
-        if ask:
+        if not known:
             self.monitor.send(SendCountRequest(tag=receive.kind[0], num_bytes=receive.kind[1]))
 
-    def wait_until(self, come: Callable[[], bool]) -> None:
-        """Or until the group has failed."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the condition or for the failure of the group."""
         with self._change:
-            while not come() and self.monitor.error is None:
+            while not condition() and self.monitor.failure is None:
                 self._change.wait(POLL_SECONDS)
 
-    def _on_message(self, peer: int, message: SendCountRequest | SendCountReply) -> None:
+    def _on_message(self, peer: int, message: CountMessage) -> None:
         kind = (message.tag, message.num_bytes)
         with self._change:
             if isinstance(message, SendCountRequest):
-                self._wanted.add((peer, kind))
+                self._subscribers.add((peer, kind))
                 self._send_count(peer, kind)
             else:
                 self._peer_sent[peer, kind] = message.count

@@ -1,7 +1,7 @@
-"""How values of several ranks become one: which operations there are, for which types, in which order they are applied.
+"""Reductions: the operations, their types, and the order in which they combine the values of the ranks.
 
-The order is always that of the tree over the rank number (numerics/lanes.py): whoever computes where, the same numbers
-are combined in the same order, so the bits depend on nothing else.
+The order is always that of the tree over the rank number (numerics/lanes.py). So the bits do not depend on which rank
+computes what.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.collectives.operation import EIGHT_BIT_FLOATS, dtype_name
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, split_point
 
 Combine = Callable[..., Tensor]  # (left, right, *, out)
+ALIGN = 64  # bytes: shares and pieces begin at multiples of this
 
 _COMBINE: dict[str, Combine] = {
     "sum": torch.add,
@@ -29,10 +31,9 @@ _COMBINE: dict[str, Combine] = {
     "bxor": torch.bitwise_xor,
 }
 _BITWISE = ("band", "bor", "bxor")
-# Types that torch's CPU kernels do not add, by a type whose addition has the same bits.
+# Types that torch's CPU kernels do not add -> a type whose addition has the same bits.
 _SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 @dataclass(frozen=True)
@@ -40,45 +41,50 @@ class Reduction:
     name: str
     combine: Combine
     factor: Any = None  # every operand is multiplied by it first
-    dtype: torch.dtype | None = None  # the type to compute in: same size, same bits
+    dtype: torch.dtype | None = None  # the type to compute in, if another: same size, same bits
 
     @cached_property
     def is_plain(self) -> bool:
-        """Nothing to do before or after."""
+        """Whether `prepare` and `finish` do nothing."""
         return self.factor is None and self.dtype is None and self.name != "avg"
 
     def prepare(self, flat: Tensor) -> Tensor:
-        """An operand as it is combined; a copy where it changes."""
+        """The operand in the form that `combine` takes; a copy if its values change."""
         if self.factor is not None:
             flat = torch.mul(flat, self.factor).to(flat.dtype)
         return flat if self.dtype is None else flat.view(self.dtype)
 
     def finish(self, flat: Tensor, size: int) -> None:
-        """What the combined value still needs."""
+        """Turns the combined value into the result."""
         if self.name == "avg":
             flat.div_(size)
 
+    def finish_into(self, flat: Tensor, work: Tensor, size: int) -> None:
+        """Finishes `work`, the prepared form of `flat`, and copies it to `flat` if it has its own memory."""
+        self.finish(work, size)
+        if work.data_ptr() != flat.data_ptr():
+            flat.copy_(work.view(flat.dtype))
+
     def fold(self, operands: Sequence[Tensor], out: Tensor, scratch: "ScratchBuffers") -> None:
-        """Combines one value per rank in the order of the tree. `out` may be one of the parts."""
+        """Combines one value per rank in the order of the tree. `out` may be one of the operands."""
         if len(operands) == 2:
             self.combine(operands[0], operands[1], out=out)
         else:
-            fold_partials(
-                len(operands), {(rank, rank + 1): part for rank, part in enumerate(operands)}, out, self, scratch
-            )
+            partials = {(rank, rank + 1): operand for rank, operand in enumerate(operands)}
+            fold_partials(len(operands), partials, out, self, scratch)
 
 
 class ScratchBuffers:
-    """Room for values in between, kept from one fold to the next so that it stays in cache."""
+    """Buffers for intermediate values, kept from one fold to the next so that they stay in cache."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def like(self, tensor: Tensor, number: int) -> Tensor:
-        room = self._buffers.get((number, tensor.dtype))
-        if room is None or room.numel() < tensor.numel():
-            room = self._buffers[number, tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        return room[: tensor.numel()]
+        buffer = self._buffers.get((number, tensor.dtype))
+        if buffer is None or buffer.numel() < tensor.numel():
+            buffer = self._buffers[number, tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return buffer[: tensor.numel()]
 
 
 SUM = Reduction("sum", torch.add)
@@ -87,7 +93,7 @@ SUM = Reduction("sum", torch.add)
 def fold_partials(
     lanes: int, partials: Mapping[Span, Tensor | None], out: Tensor, reduction: Reduction, scratch: ScratchBuffers
 ) -> None:
-    """Combines partial sums in the order of the lanes' tree. `out` may be one of them. An absent one is no operand."""
+    """Combines partial sums in the order of the lanes' tree, without those that are None. `out` may be one of them."""
     used = 0
 
     def value(node: Span, target: Tensor | None) -> Tensor | None:
@@ -111,7 +117,7 @@ def fold_partials(
 
 
 def read_reduction(op: Any, dtype: torch.dtype, name: str) -> Reduction:
-    """A torch.distributed ReduceOp for tensors of one type; where it does not fit, an error that names what would."""
+    """Reads a torch.distributed ReduceOp for tensors of one type. The error lists the operations of that type."""
     word = str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
     if word == "sum" and dtype in _PLAIN:
         return SUM
@@ -119,15 +125,14 @@ def read_reduction(op: Any, dtype: torch.dtype, name: str) -> Reduction:
         raise CollectiveError(f"{name} does not know the operation {word}; known are {', '.join(_COMBINE)}")
     supported = _supported(dtype)
     if word not in supported:
-        dtype_name = str(dtype).removeprefix("torch.")
         known = ", ".join(supported) or "none: cast to another type first"
-        raise CollectiveError(f"{name} has no {word} for {dtype_name}; it has {known}")
+        raise CollectiveError(f"{name} has no {word} for {dtype_name(dtype)}; it has {known}")
     factor = op.factor if word == "premul_sum" else None
     return Reduction(word, _COMBINE[word], factor, None if word in _BITWISE else _SAME_BITS.get(dtype))
 
 
 def _supported(dtype: torch.dtype) -> tuple[str, ...]:
-    if dtype in _EIGHT_BITS:
+    if dtype in EIGHT_BIT_FLOATS:
         return ()
     if dtype.is_complex:
         return ("sum", "avg", "premul_sum", "product")
@@ -136,3 +141,10 @@ def _supported(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype in _SAME_BITS:
         return ("sum", "product", *_BITWISE)
     return ("sum", "product", "min", "max", *_BITWISE)
+
+
+def aligned_share(length: int, owner: int, owners: int, align: int) -> tuple[int, int]:
+    """The start and end of a rank's share of a tensor, both aligned."""
+    cells = (length + align - 1) // align
+    width = (cells + owners - 1) // owners * align
+    return min(length, owner * width), min(length, (owner + 1) * width)

@@ -1,14 +1,14 @@
-"""What an all-reduce through shared memory costs (onhost.py): bytes that a rank moves, turns in which all meet. Pure.
+"""The cost of an all-reduce through shared memory (single_host.py): bytes that a rank moves, and turns. Pure.
 
 A byte that is read and written counts once, as in a copy; one that is only read, or only written, counts half. With N
 bytes on n ranks, each rank
 
-    two ranks, or little   copies its tensor into its slot         N      adds up all n tensors      (n + 1) / 2 N
-    three or more          copies it into its slot, and sums out   2 N    adds up its share of them  (n + 1) / (2 n) N
+    two ranks, or few bytes  copies its tensor into its slot         N      adds up all n tensors      (n + 1) / 2 N
+    three or more            copies it into its slot, and sums out   2 N    adds up its share of them  (n + 1) / (2 n) N
 
-all ranks at the same time, so the speed that counts is the one that a rank has while all are copying. The call itself,
-and the first meeting in it, cost what a barrier does. The way through slots is what is counted: three ranks or more
-that may read each other's memory (reach.py) move a little less.
+All ranks copy at the same time, so `bandwidth` is a rank's speed while all copy. The call and its first turn cost as
+much as a barrier. The model counts the slots: three ranks or more that read each other's memory (remote_read.py) move a
+little less.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from shoal.collectives.single_host import SPREAD_BYTES
 @dataclass(frozen=True)
 class MemorySpeed:
     call: float  # seconds of a barrier: a collective on nothing
-    turn: float  # seconds for all ranks to meet once more
+    turn: float  # seconds of each further turn
     bandwidth: float  # bytes per second that a rank copies while all do
 
 
@@ -31,12 +31,11 @@ class ShmTraffic:
 
 
 def shm_traffic(size: int, num_bytes: int) -> ShmTraffic:
-    """What an all-reduce of ranks that share a host has to do."""
     if size == 1:
         return ShmTraffic(0.0, 0)
     if size == 2 or num_bytes < SPREAD_BYTES:
         return ShmTraffic(1 + (size + 1) / 2, max(1, -(-num_bytes // SLOT_BYTES)))
-    room = SLOT_BYTES // (size + 1) * size  # a slot also holds the share that its rank has added up
+    room = SLOT_BYTES // (size + 1) * size  # a slot also holds the share that its rank has reduced
     return ShmTraffic(2 + (size + 1) / (2 * size), -(-num_bytes // room) + 2)
 
 

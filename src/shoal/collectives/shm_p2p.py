@@ -2,15 +2,15 @@
 
     sender's segment, one ring per receiver:   │ slot │ slot │ slot │ slot │      head: slots filled   (sender's page)
                                                                                   tail: slots emptied  (receiver's page)
-A message is a row of slots: the first begins with its tag and length, all carry the next bytes. Messages of a pair
-arrive in the order in which they were sent; one that nobody asked for yet is put aside, by tag. Small messages are in
-the ring before `send` returns; the rest moves when either side waits, and by a thread of its own for those that do not.
+A message is a row of slots. Each slot has a header with the message's tag and length. Messages of a pair arrive in the
+order of sending; the receiver sets a message aside, by tag, until a receive for it is posted. Small messages are in the
+ring before `send` returns. The rest moves while either side waits, or in a thread if neither side does.
 """
 
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,26 +35,23 @@ ANY_SOURCE = -1
 
 
 class ShmMessage:
-    """A message under way, from either side."""
+    """A send or a receive in progress."""
 
     def __init__(
         self, messenger: "ShmMessenger", op: CollectiveOp, number: int, flat: Tensor, peer: int, tag: int
     ) -> None:
-        self.messenger, self.op, self.op_number, self.flat, self.peer, self.tag = messenger, op, number, flat, peer, tag
+        self.messenger, self.op, self.op_number = messenger, op, number
+        self.flat, self.peer, self.tag = flat, peer, tag
         self.moved = 0
         self.done = False
         self.error: CollectiveError | None = None
         self.source = peer
-        self.finished: Callable[[], None] | None = None  # told once, when it is done or has failed
 
     def __str__(self) -> str:
         return f"{self.op}, number {self.op_number}" if self.op_number else f"{self.op} with tag {self.tag}"
 
     def finish(self, error: CollectiveError | None = None) -> None:
-        self.error = error
-        self.done = True
-        if self.finished is not None:
-            self.finished()
+        self.error, self.done = error, True
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.done:
@@ -64,11 +61,11 @@ class ShmMessage:
 
 
 class _PartialMessage:
-    """A message of which some slots have been read."""
+    """A message of which some slots have been read. `receive` is the posted receive for it, if there is one."""
 
-    def __init__(self, tag: int, length: int, message: ShmMessage | None) -> None:
-        self.tag, self.length, self.message = tag, length, message
-        self.flat = torch.empty(length, dtype=torch.uint8) if message is None else message.flat
+    def __init__(self, tag: int, length: int, receive: ShmMessage | None) -> None:
+        self.tag, self.length, self.receive = tag, length, receive
+        self.flat = torch.empty(length, dtype=torch.uint8) if receive is None else receive.flat
         self.moved = 0
 
 
@@ -80,8 +77,8 @@ class ShmMessenger:
         self.slot_bytes = (P2P_BYTES // others // RING_SLOTS - HEAD_BYTES) // 64 * 64
         self._lock = threading.RLock()
         self._out: dict[int, deque[ShmMessage]] = defaultdict(deque)
-        self._posted: dict[int, list[ShmMessage]] = defaultdict(list)  # by source, in the order of asking
-        self._unexpected: dict[int, list[_PartialMessage]] = defaultdict(list)  # arrived before anybody asked
+        self._posted: dict[int, list[ShmMessage]] = defaultdict(list)  # receives by source, in order
+        self._unexpected: dict[int, list[_PartialMessage]] = defaultdict(list)  # arrived without a posted receive
         self._current: dict[int, _PartialMessage] = {}
         self._progress_thread: threading.Thread | None = None
         self._wanted = threading.Event()
@@ -114,29 +111,29 @@ class ShmMessenger:
     # -- the two ends ---------------------------------------------------------------------------------------------
 
     def send(self, flat: Tensor, to: int, tag: int, op: CollectiveOp, number: int = 0) -> ShmMessage:
-        """`what`: the message; or the collective that it is a part of, with its number."""
-        parcel = ShmMessage(self, op, number, flat, to, tag)
+        """`op` is the user's send, or the collective of the message, with its number."""
+        message = ShmMessage(self, op, number, flat, to, tag)
         with self._lock:
             self._check()
-            self._out[to].append(parcel)
+            self._out[to].append(message)
             self._push(to)
-        self._ensure_progress(parcel)
-        return parcel
+        self._ensure_progress(message)
+        return message
 
     def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp, number: int = 0) -> ShmMessage:
-        """From one rank, or from whoever sends first (ANYONE)."""
-        parcel = ShmMessage(self, op, number, flat, source, tag)
+        """Receives from one rank, or from any (ANY_SOURCE)."""
+        message = ShmMessage(self, op, number, flat, source, tag)
         with self._lock:
             self._check()
-            self._posted[source].append(parcel)
-            self._match_unexpected(parcel)
-            if not parcel.done:
+            self._posted[source].append(message)
+            self._match_unexpected(message)
+            if not message.done:
                 self._progress()
-        self._ensure_progress(parcel)
-        return parcel
+        self._ensure_progress(message)
+        return message
 
     def wait(self, message: ShmMessage, timeout: float | None = None) -> None:
-        """Moves what can be moved until the parcel has arrived."""
+        """Moves messages until this one has arrived."""
         waiting: BackoffWait | None = None
         tries = 0
         while not message.done:
@@ -179,16 +176,16 @@ class ShmMessenger:
         if self.segment.failure is not None:
             raise self.segment.failure
 
-    # -- moving bytes: under the lock -----------------------------------------------------------------------------
+    # -- moving bytes (the caller holds the lock) -----------------------------------------------------------------
 
     def _progress(self) -> bool:
         moved = False
-        for peer, parcels in self._out.items():
-            if parcels:
+        for peer, queue in self._out.items():
+            if queue:
                 moved |= self._push(peer)
-        anyone = bool(self._posted[ANY_SOURCE])
+        any_source = bool(self._posted[ANY_SOURCE])
         for peer in self.segment.others:
-            if anyone or self._posted[peer] or peer in self._current:
+            if any_source or self._posted[peer] or peer in self._current:
                 moved |= self._pull(peer)
         return moved
 
@@ -196,20 +193,20 @@ class ShmMessenger:
         queue, sent, taken, ring = self._out[to], self._sent[to], self._taken[to], self._rings[self.rank, to]
         moved = False
         while queue and sent[0] - taken[0] < RING_SLOTS:
-            parcel = queue[0]
-            length = parcel.flat.numel()
-            count = min(self.slot_bytes, length - parcel.moved)
+            message = queue[0]
+            length = message.flat.numel()
+            count = min(self.slot_bytes, length - message.moved)
             head, slot = ring[sent[0] % RING_SLOTS]
             if count:
-                slot[:count].copy_(parcel.flat[parcel.moved : parcel.moved + count])
-            _HEAD.pack_into(head, 0, parcel.tag, length, count)
+                slot[:count].copy_(message.flat[message.moved : message.moved + count])
+            _HEAD.pack_into(head, 0, message.tag, length, count)
             sent[0] += 1
             self.moved += 1
-            parcel.moved += count
+            message.moved += count
             moved = True
-            if parcel.moved == length:
+            if message.moved == length:
                 queue.popleft()
-                parcel.finish()
+                message.finish()
         return moved
 
     def _pull(self, source: int) -> bool:
@@ -218,84 +215,81 @@ class ShmMessenger:
         while emptied[0] < filled[0]:
             head, slot = ring[emptied[0] % RING_SLOTS]
             tag, length, count = _HEAD.unpack_from(head)
-            message = self._current.get(source)
-            if message is None:
-                message = self._current[source] = self._begin_message(source, tag, length)
+            partial = self._current.get(source)
+            if partial is None:
+                partial = self._current[source] = self._begin_message(source, tag, length)
             if count:
-                message.flat[message.moved : message.moved + count].copy_(slot[:count])
-                message.moved += count
+                partial.flat[partial.moved : partial.moved + count].copy_(slot[:count])
+                partial.moved += count
             emptied[0] += 1
             self.moved += 1
             moved = True
-            if message.moved == message.length:
+            if partial.moved == partial.length:
                 del self._current[source]
-                if message.message is not None:
-                    message.message.source = source
-                    message.message.finish()
+                if partial.receive is not None:
+                    partial.receive.source = source
+                    partial.receive.finish()
                 else:
                     self._deliver(source)
         return moved
 
     def _begin_message(self, source: int, tag: int, length: int) -> _PartialMessage:
-        """The beginning of a message: straight to whoever asked for it, if the length is right."""
+        """Begins a message: directly into the posted receive, if its length is right."""
         for key in (source, ANY_SOURCE):
-            for parcel in self._posted[key]:
-                if parcel.tag == tag:
-                    if parcel.flat.numel() == length:
-                        self._posted[key].remove(parcel)
-                        return _PartialMessage(tag, length, parcel)
+            for message in self._posted[key]:
+                if message.tag == tag:
+                    if message.flat.numel() == length:
+                        self._posted[key].remove(message)
+                        return _PartialMessage(tag, length, message)
                     break
-        message = _PartialMessage(tag, length, None)
-        self._unexpected[source].append(message)
-        return message
+        partial = _PartialMessage(tag, length, None)
+        self._unexpected[source].append(partial)
+        return partial
 
     def _deliver(self, source: int) -> None:
         for key in (source, ANY_SOURCE):
-            for parcel in list(self._posted[key]):
-                self._match_unexpected(parcel)
+            for message in list(self._posted[key]):
+                self._match_unexpected(message)
 
     def _match_unexpected(self, receive: ShmMessage) -> None:
-        """Gives a parcel the message that came before it was asked for, if there is one."""
+        """Completes a receive with a message that arrived before it was posted, if there is one."""
         for source in self.segment.others if receive.peer == ANY_SOURCE else (receive.peer,):
-            for message in self._unexpected[source]:
-                if message.tag != receive.tag:
+            for partial in self._unexpected[source]:
+                if partial.tag != receive.tag:
                     continue
-                if message.moved < message.length:
-                    break  # the right one, still coming in
-                self._unexpected[source].remove(message)
+                if partial.moved < partial.length:
+                    break  # this one, but not complete yet
+                self._unexpected[source].remove(partial)
                 self._posted[receive.peer].remove(receive)
                 receive.source = source
-                if message.length != receive.flat.numel():
+                if partial.length != receive.flat.numel():
                     sender, own = self.segment.members[source], self.segment.members[self.rank]
-                    receive.finish(
-                        CollectiveError(
-                            f"{sender} sent {message.length} bytes with tag {receive.tag} to {own},"
-                            f" which has room for {receive.flat.numel()}: {receive.op}"
-                        )
-                    )
+                    sent = f"{sender} sent {partial.length} bytes with tag {receive.tag} to {own}"
+                    room = f"which has room for {receive.flat.numel()}"
+                    receive.finish(CollectiveError(f"{sent}, {room}: {receive.op}"))
                 else:
-                    if message.length:
-                        receive.flat.copy_(message.flat)
+                    if partial.length:
+                        receive.flat.copy_(partial.flat)
                     receive.finish()
                 return
 
     def _fail_all(self, error: CollectiveError) -> None:
-        """Nothing more will come: whoever waits is told why."""
-        pending = [parcel for parcels in (*self._out.values(), *self._posted.values()) for parcel in parcels]
-        pending += [message.message for message in self._current.values() if message.message is not None]
+        """Ends all messages with an error."""
+        pending = [message for queue in (*self._out.values(), *self._posted.values()) for message in queue]
+        pending += [partial.receive for partial in self._current.values() if partial.receive is not None]
         self._out.clear()
         self._posted.clear()
         self._current.clear()
-        for parcel in pending:
-            parcel.finish(error)
+        for message in pending:
+            message.finish(error)
 
-    # -- for those that nobody waits for --------------------------------------------------------------------------
+    # -- a thread moves messages that no caller waits for ---------------------------------------------------------
 
     def _ensure_progress(self, message: ShmMessage) -> None:
         if message.done:
             return
         if self._progress_thread is None:
-            self._progress_thread = threading.Thread(target=self._progress_loop, name="shoal mail", daemon=True)
+            self._progress_thread = threading.Thread(target=self._progress_loop, name="shoal shm messages", daemon=True)
             self._progress_thread.start()
         self._wanted.set()
 

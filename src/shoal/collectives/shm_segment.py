@@ -1,15 +1,15 @@
-"""Memory that the ranks of one host share, and how they take turns in it.
+"""Memory that the ranks of one host share, and the turns in which they use it.
 
-    segment of a rank    ┌─────────┬────────┬────────┬────────┬────────┬─────────┐
-                         │ control │ slot 0 │ slot 1 │ slot 2 │ slot 3 │  mail   │
-                         └─────────┴────────┴────────┴────────┴────────┴─────────┘
-Every rank writes to its own segment and reads the others'. Turn t uses slot t % 4: a rank fills its slot, posts the
-turn (a counter in its control page), meets the others (waits until all have posted it) and reads their slots. A slot
-is filled again four turns later; a rank may post one turn ahead of the one it meets, so whoever fills turn t has met
-t - 2, everybody had posted t - 2 by then, and had finished reading t - 4 before that.
+    segment of a rank    ┌─────────┬────────┬────────┬────────┬────────┬──────────┐
+                         │ control │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ messages │
+                         └─────────┴────────┴────────┴────────┴────────┴──────────┘
+Every rank writes to its own segment and reads the others'. Turn t uses slot t % 4: a rank fills its slot, publishes the
+turn (a counter in its control page), waits until all ranks have published it and reads their slots. A slot is filled
+again four turns later. A rank publishes at most one turn ahead of the turn it waits for. So a rank that fills turn t
+has waited for t - 2, all ranks had published t - 2 by then, and each had read t - 4 before that.
 
-The memory is anonymous: it vanishes with the last process that maps it, even a killed one. Counters rely on stores
-becoming visible in the order in which they were made, which x86 promises; elsewhere there is no arena.
+The memory is anonymous: it vanishes with the last process that maps it, also after SIGKILL. The counters need stores
+to become visible in program order, which x86 guarantees; on other processors there are no segments.
 """
 
 import contextlib
@@ -37,29 +37,29 @@ SLOT_BYTES = 1 << 20
 P2P_BYTES = 2 << 20
 MAX_RANKS = 128
 TOKEN_BYTES = 64
-MAX_FREE_SHARE = 0.5  # of the host's free memory that segments may take: asking for more could get a process killed
+MAX_FREE_SHARE = 0.5  # of the host's free memory that segments may take: with more, the kernel might kill a process
 
 # The control page, in bytes from its start.
 TURN, STATE, FINISHED, RECORDS, MESSAGE, TEXT, HEADS, TAILS = 64, 128, 192, 256, 512, 640, 2048, 10240
-ASLEEP = 1984  # not 0 while this rank sleeps until somebody posts
+ASLEEP = 1984  # not 0 while this rank sleeps until another publishes
 CONTROL_BYTES = 20480
 SEGMENT_BYTES = CONTROL_BYTES + SLOTS * SLOT_BYTES + P2P_BYTES
-LIVE, LEFT, LOST, REFUSED = 0, 1, 2, 3  # the last two: gave up, since somebody is lost, or does something else
+LIVE, LEFT, LOST, REFUSED = 0, 1, 2, 3  # the last two: failed, because of a lost rank or a mismatch
 _NUMBER = struct.Struct("<q")
 _RECORD_STEP = 128
 _TEXT_BYTES = 1024
 
-SPINS = 400  # looks in a row, about 20 microseconds; only where every rank has a core
-YIELDS = 20  # looks with the core offered to others in between; then sleep until woken
-SLEEP_NANOSECONDS = 1_000_000  # at the most: a call to wake up can be missed in the moment of falling asleep
+SPINS = 400  # checks in a row, about 20 microseconds; only if every rank has a core
+YIELDS = 20  # further checks, yielding the core in between; then sleep until woken
+SLEEP_NANOSECONDS = 1_000_000  # at most: a rank can miss a wake-up while it falls asleep
 NAP_SECONDS = 0.00005
 LONG_NAP_SECONDS = 0.001
 LONG_WAIT_SECONDS = 0.05
-POLL_SECONDS = 0.02  # how often to see whether the others are alive
+POLL_SECONDS = 0.02  # between checks whether the others are alive
 
 
 def new_segment(num_bytes: int, token: str, sharers: int = 1) -> int:
-    """A descriptor of fresh memory, reserved so that touching it later cannot fail. Raises OSError with the reason."""
+    """Returns a descriptor of new memory, reserved so that a later access cannot fail. Raises OSError."""
     free = free_memory()
     if num_bytes * sharers > MAX_FREE_SHARE * free:
         raise OSError(f"{num_bytes * sharers >> 20} MB wanted, and the host has {free >> 20} MB free")
@@ -74,7 +74,7 @@ def new_segment(num_bytes: int, token: str, sharers: int = 1) -> int:
 
 
 def map_segment(process: int, descriptor: int, token: str, num_bytes: int) -> mmap.mmap | None:
-    """Another process's memory, reached through /proc; None where it cannot be, or is not the one meant."""
+    """Maps another process's segment through /proc. Returns None if it is not accessible or has another token."""
     with contextlib.suppress(OSError, ValueError):
         found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -86,7 +86,7 @@ def map_segment(process: int, descriptor: int, token: str, num_bytes: int) -> mm
 
 
 def free_memory() -> int:
-    """Bytes that this host can still give out without swapping."""
+    """Bytes that this host can allocate without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -95,7 +95,7 @@ def free_memory() -> int:
 
 
 def unsupported_reason() -> str:
-    """Why shared memory cannot serve on this machine; empty where it can."""
+    """Why this machine has no shared-memory segments; empty if it has."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"the processor is {platform.machine()}, which may reorder stores"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
@@ -104,7 +104,7 @@ def unsupported_reason() -> str:
 
 
 class ShmSegment:
-    """The ranks of one host. `rank` counts within the host; `members` tells who they are in the group."""
+    """The ranks of one host. `rank` counts within the host; `members` has their ranks in the group."""
 
     def __init__(
         self, members: Sequence[GroupMember], rank: int, segments: Sequence[mmap.mmap], timeout: float
@@ -134,7 +134,7 @@ class ShmSegment:
         self._typed: dict[torch.dtype, list[list[Tensor]]] = {torch.uint8: self._slots}
         self._alive: dict[int, int] = {}  # descriptor of a process -> rank
         self._ended: set[int] = set()
-        self._guard = threading.Lock()  # of the descriptors, and of the first error
+        self._guard = threading.Lock()  # of the descriptors and of the first failure
         self._poll = select.poll()
         for each in self.others:
             try:
@@ -145,12 +145,12 @@ class ShmSegment:
             self._alive[descriptor] = each
             self._poll.register(descriptor, select.POLLIN)
         self._record = b""
-        self._began = 0.0  # the operation under way
+        self._began = 0.0  # of the running operation
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
     def begin(self, op: CollectiveOp) -> None:
-        """Says what this rank does next. The first meeting compares it with what the others do."""
+        """Records the next operation of this rank. `wait_all(compare=True)` compares it with the others'."""
         if self.failure is not None:
             raise self.failure
         self.sequence += 1
@@ -172,7 +172,7 @@ class ShmSegment:
         return typed[turn % SLOTS][rank]
 
     def publish(self) -> int:
-        """This rank has filled its slot of the next turn. Returns the turn."""
+        """Publishes the next turn, whose slot this rank has filled. Returns the turn."""
         self.turn += 1
         self._turns[self.rank][0] = self.turn
         for rank in self.others:
@@ -182,7 +182,7 @@ class ShmSegment:
         return self.turn
 
     def wait_all(self, turn: int, compare: bool = False) -> None:
-        """Waits until all have posted a turn. `compare` in the first turn of an operation."""
+        """Waits until all ranks have published a turn. `compare` in the first turn of an operation."""
         for rank in self.others:
             if self._turns[rank][0] < turn:
                 self._wait_rank(rank, turn)
@@ -193,32 +193,32 @@ class ShmSegment:
                     self._raise_mismatch(rank, read_record(bytes(self._control[rank][at : at + RECORD_BYTES])))
 
     def _wait_rank(self, rank: int, turn: int) -> None:
-        posted = self._turns[rank]
+        published = self._turns[rank]
         for _ in range(self._spins):
-            if posted[0] >= turn:
+            if published[0] >= turn:
                 return
         for _ in range(YIELDS):
             os.sched_yield()
-            if posted[0] >= turn:
+            if published[0] >= turn:
                 return
         wait = BackoffWait()
         asleep, address = self._asleep[self.rank], self._addresses[rank]
-        while (seen := posted[0]) < turn:
+        while (seen := published[0]) < turn:
             asleep[0] = 1
             futex.wait(address, seen, SLEEP_NANOSECONDS)
             asleep[0] = 0
-            if wait.check_due() and posted[0] < turn:
-                what = f"{read_record(self._record)}, number {self.sequence}"
-                self.check_peers(
-                    lambda: [each for each in self.others if self._turns[each][0] < turn], wait.began, what
-                )
+            if wait.check_due() and published[0] < turn:
+                self.check_peers(lambda: self._behind(turn), wait.began, self._doing())
+
+    def _behind(self, turn: int) -> list[int]:
+        return [rank for rank in self.others if self._turns[rank][0] < turn]
 
     def backoff(self, tries: int) -> None:
-        """Between two looks of a short wait."""
+        """Yields the core between two checks of a short wait, after the first checks."""
         if tries > self._spins:
             os.sched_yield()
 
-    # -- when something is wrong ----------------------------------------------------------------------------------
+    # -- failures -------------------------------------------------------------------------------------------------
 
     def check_peers(
         self,
@@ -228,44 +228,38 @@ class ShmSegment:
         timeout: float | None = None,
         any_of_them: bool = False,
     ) -> None:
-        """Raises if one that is missed cannot come any more, or the deadline has passed.
+        """Raises if a missing rank can no longer arrive, or the deadline has passed.
 
-        With `any_of_them` one is enough to come: those that have left are not missed until all have.
+        With `any_of_them` one arrival is enough: ranks that have left count as lost only when all have left.
         """
         with self._guard:
             if self.failure is None:
-                self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
+                self._poll_ended()
             ended, states = set(self._ended), [state[0] for state in self._states]
         if self.failure is not None:
             raise self.failure
-        absent = missing()  # after the states: whoever came before it ended is not missed
+        absent = missing()  # read after the states, so that a rank that arrived and then ended is not missing
         if not absent:
             return
         left = [rank for rank in absent if states[rank] == LEFT]
         for rank in absent:
             if states[rank] == LEFT and (not any_of_them or len(left) == len(absent)):
-                self.fail_and_raise(
-                    PeerLost(f"{self._lost_reason(rank, doing)}: it has left the group{self._last_known(rank)}")
-                )
+                self._raise_lost(rank, doing, "it has left the group")
             if rank in ended and states[rank] == LIVE:
-                self.fail_and_raise(
-                    PeerLost(f"{self._lost_reason(rank, doing)}: its process has ended{self._last_known(rank)}")
-                )
-        for other in self.others:  # somebody in trouble stops coming: pass on why
+                self._raise_lost(rank, doing, "its process has ended")
+        for other in self.others:  # a failed rank arrives no more: raise its reason
             if states[other] in (LOST, REFUSED):
-                self.fail_and_raise(
-                    (PeerLost if states[other] == LOST else CollectiveError)(self._reported_reason(other))
-                )
+                kind = PeerLost if states[other] == LOST else CollectiveError
+                self.fail_and_raise(kind(self._reported_reason(other)))
         limit = self.timeout if timeout is None else timeout
         if time.monotonic() - since > limit:
             rest = "".join(f", nor of rank {self.members[rank].rank}" for rank in absent[1:] if not any_of_them)
             chain = self._wait_chain(absent[0])
             links = "".join(f"rank {here} waits for rank {there}, " for here, there in pairwise(chain))
-            fact = f"{links}no sign of it for {limit:g} s{rest}{self._last_known(chain[-1])}"
-            self.fail_and_raise(PeerLost(f"{self._lost_reason(chain[-1], doing)}: {fact}"))
+            self._raise_lost(chain[-1], doing, f"{links}no sign of it for {limit:g} s{rest}")
 
     def _wait_chain(self, rank: int) -> list[int]:
-        """A rank, the one whose message it waits for, and so on to one that waits for nobody."""
+        """A rank, the rank whose message it waits for, and so on to one that waits for no message."""
         chain = [rank]
         while (message := self._waits_in(chain[-1])).name != "none":
             if message.peer in chain or message.peer not in self.others:
@@ -283,7 +277,7 @@ class ShmSegment:
         raise self.failure
 
     def fail(self, error: CollectiveError) -> None:
-        """This rank takes no further part. The others are told why, since they may be waiting for it."""
+        """Fails this rank and writes the reason where the others read it."""
         with self._guard:
             if self.failure is not None:
                 return
@@ -295,39 +289,41 @@ class ShmSegment:
             self._states[self.rank][0] = LOST if isinstance(error, PeerLost) else REFUSED
 
     def abandon(self, error: BaseException) -> None:
-        """A collective ended with an exception. Midway, it cannot be taken up again: the others are told."""
+        """A collective raised an exception. If it did so midway, this rank fails."""
         if self._finished[self.rank][0] < self.sequence:
-            doing = f"{read_record(self._record)}, number {self.sequence}"
-            self.fail(left_midway_error(self.members[self.rank], doing, error))
+            self.fail(left_midway_error(self.members[self.rank], self._doing(), error))
 
     def peer_unreadable(self, rank: int, error: OSError) -> None:
-        """Another rank's memory cannot be reached in the middle of an operation."""
-        doing = f"{read_record(self._record)}, number {self.sequence}"
-        for _ in range(10):  # a process loses its memory some moments before it is known to have ended
-            self.check_peers(lambda: [rank], time.monotonic(), doing)
+        """Raises: another rank's memory cannot be read in the middle of an operation."""
+        for _ in range(10):  # a process loses its memory some moments before poll reports its end
+            self.check_peers(lambda: [rank], time.monotonic(), self._doing())
             time.sleep(0.01)
-        why = f"its memory cannot be reached ({error.strerror})"
-        self.fail_and_raise(PeerLost(f"{self._lost_reason(rank, doing)}: {why}{self._last_known(rank)}"))
+        self._raise_lost(rank, self._doing(), f"its memory cannot be reached ({error.strerror})")
 
     def ended_ranks(self) -> list[int]:
-        """Ranks of the group whose processes have ended."""
         with self._guard:
-            self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
+            self._poll_ended()
             return [self.members[rank].rank for rank in sorted(self._ended)]
 
+    def _poll_ended(self) -> None:
+        self._ended |= {self._alive[descriptor] for descriptor, _ in self._poll.poll(0)}
+
     def status(self) -> tuple[str, list[int], float] | None:
-        """For another thread: the operation under way, the ranks of the group that it waits for, and for how long."""
         if self._finished[self.rank][0] >= self.sequence:
             return None
-        absent = [self.members[each].rank for each in self.others if self._turns[each][0] < self.turn]
-        return f"{read_record(self._record)}, number {self.sequence}", absent, time.monotonic() - self._began
+        absent = [self.members[rank].rank for rank in self._behind(self.turn)]
+        return self._doing(), absent, time.monotonic() - self._began
 
     def record_wait(self, op: CollectiveOp) -> None:
-        """For whoever asks later what this rank was doing: a message it waits for."""
+        """Records the message that this rank waits for, for the error messages of other ranks."""
         self._control[self.rank][MESSAGE : MESSAGE + RECORD_BYTES] = op.record
 
-    def _lost_reason(self, rank: int, doing: str) -> str:
-        return f"rank {self.members[self.rank].rank} in {doing} lost {self.members[rank]}"
+    def _doing(self) -> str:
+        return f"{read_record(self._record)}, number {self.sequence}"
+
+    def _raise_lost(self, rank: int, doing: str, fact: str) -> None:
+        lost = f"rank {self.members[self.rank].rank} in {doing} lost {self.members[rank]}"
+        self.fail_and_raise(PeerLost(f"{lost}: {fact}{self._last_known(rank)}"))
 
     def _reported_reason(self, rank: int) -> str:
         control = self._control[rank]
@@ -336,7 +332,7 @@ class ShmSegment:
         return relayed_error(self.members[rank], text)
 
     def _last_known(self, rank: int) -> str:
-        """What a rank was doing last, as far as its segment tells."""
+        """The last operation in a rank's segment, as the end of an error message."""
         control = self._control[rank]
         records = []
         for at in (RECORDS, RECORDS + _RECORD_STEP):
@@ -351,19 +347,16 @@ class ShmSegment:
         return f"; its last was {read_record(record)}, number {sequence}, {done}{waiting}"
 
     def _raise_mismatch(self, rank: int, theirs: CollectiveOp) -> None:
-        own = read_record(self._record)
+        own = f"{self.members[self.rank]} does {read_record(self._record)}"
+        both = f"{own}, {self.members[rank]} does {theirs}"
         self.fail_and_raise(
-            CollectiveError(
-                f"the ranks are not doing the same thing in number {self.sequence}:"
-                f" rank {self.members[self.rank].rank} on {self.members[self.rank].name} does {own},"
-                f" {self.members[rank]} does {theirs}"
-            )
+            CollectiveError(f"the ranks are not doing the same thing in number {self.sequence}: {both}")
         )
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tells the others that this rank will not come again. Whatever still waits here ends."""
+        """Leaves the group: the others read that, and every wait of this rank ends."""
         with self._guard:
             if self._states[self.rank][0] == LIVE:
                 self._states[self.rank][0] = LEFT
@@ -376,10 +369,10 @@ class ShmSegment:
 
 
 class BackoffWait:
-    """A long wait: naps that grow, and now and then a look around."""
+    """A long wait: sleeps that grow, with a check of the other ranks now and then."""
 
     def __init__(self) -> None:
-        self.began = self._looked = time.monotonic()
+        self.began = self._checked = time.monotonic()
         self._naps = 0
 
     def sleep(self) -> None:
@@ -388,7 +381,7 @@ class BackoffWait:
 
     def check_due(self) -> bool:
         now = time.monotonic()
-        if now - self._looked < POLL_SECONDS:
+        if now - self._checked < POLL_SECONDS:
             return False
-        self._looked = now
+        self._checked = now
         return True

@@ -1,6 +1,7 @@
-"""How a group's sums travelled, as one rank saw it: what a run tells of it afterwards."""
+"""How the sums of one rank travelled: a part of the run's report."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,28 +11,24 @@ from shoal.collectives.options import CommOptions, crossed_levels
 from shoal.collectives.topology import Level, RankPlace
 
 SHARED_MEMORY = "shared memory"
-
-
-SquaredError = tuple[
-    float, float
-]  # of messages that were looked at: squared lengths of what they left out, and should carry
+SquaredError = tuple[float, float]  # over sampled messages: squared norms of the error and of the exact values
 
 
 class CommStats(msgspec.Struct, frozen=True, kw_only=True):
-    transport: str  # "shared memory", or the algorithm of messages; empty: one worker, and nothing travels
+    transport: str  # "shared memory", or the algorithm of messages; empty for one worker
     reason: str = ""
     hosts: tuple[str, ...] = ()  # by rank
     racks: tuple[str, ...] = ()
     exact: bool = True
-    compressors: dict[str, str] = {}  # level -> the compressor that was asked for
-    unused_levels: tuple[str, ...] = ()  # of these levels the ones that no message can cross
+    compressors: dict[str, str] = {}  # level -> the requested compressor
+    unused_levels: tuple[str, ...] = ()  # those of these levels that no message crosses
     sent_bytes: dict[Level, int] = {}  # level -> bytes of sums that this rank sent
     uncompressed_bytes: dict[Level, int] = {}  # likewise, without compression
-    squared_errors: dict[str, SquaredError] = {}  # level -> what its compressor did
+    squared_errors: dict[str, SquaredError] = {}  # by level
 
 
 def places_of(members: Sequence[GroupMember]) -> tuple[RankPlace, ...]:
-    """By rank. Hosts are called by their names; of two with one name, the second is told apart by its first rank."""
+    """The places of the members, by rank. Of two hosts with one name the second is named with its first rank."""
     names: dict[str, str] = {}
     for member in members:
         if member.host not in names:
@@ -41,41 +38,25 @@ def places_of(members: Sequence[GroupMember]) -> tuple[RankPlace, ...]:
 
 
 def single_host_stats(places: Sequence[RankPlace], options: CommOptions) -> CommStats:
-    """Of workers that share a host: nothing that was asked for the ways between hosts has anything to do."""
-    return make_comm_stats(
-        SHARED_MEMORY if len(places) > 1 else "",
-        places,
-        options,
-        reason=f"--algorithm {options.algorithm} is for messages between hosts" if options.algorithm else "",
-    )
+    """Statistics of workers that share a host: options for messages between hosts have no effect."""
+    reason = f"--algorithm {options.algorithm} is for messages between hosts" if options.algorithm else ""
+    return make_comm_stats(SHARED_MEMORY if len(places) > 1 else "", places, options, reason)
 
 
 def make_comm_stats(
-    transport: str,
-    places: Sequence[RankPlace],
-    options: CommOptions,
-    *,
-    reason: str = "",
-    exact: bool = True,
-    sent_bytes: dict[Level, int] | None = None,
-    uncompressed_bytes: dict[Level, int] | None = None,
-    squared_errors: dict[str, SquaredError] | None = None,
+    transport: str, places: Sequence[RankPlace], options: CommOptions, reason: str, **figures: Any
 ) -> CommStats:
-    asked = (
-        {level: each.name for level, each in parse_compression(options.compress).items()} if options.compress else {}
-    )
+    """`figures` are the fields that only messages between hosts have."""
+    compressors = parse_compression(options.compress) if options.compress else {}
     crossed = crossed_levels(places)
-    # What crosses racks leaves hosts as well.
+    # A message between racks also leaves its host.
     reached = {level for level in LEVELS if level in crossed or (level == "host" and "rack" in crossed)}
     return CommStats(
         transport=transport,
         reason=reason,
         hosts=tuple(place.host for place in places),
         racks=tuple(place.rack for place in places),
-        exact=exact,
-        compressors=asked,
-        unused_levels=tuple(level for level in asked if level not in reached),
-        sent_bytes=sent_bytes or {},
-        uncompressed_bytes=uncompressed_bytes or {},
-        squared_errors=squared_errors or {},
+        compressors={level: each.name for level, each in compressors.items()},
+        unused_levels=tuple(level for level in compressors if level not in reached),
+        **figures,
     )

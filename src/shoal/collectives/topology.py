@@ -1,8 +1,8 @@
-"""Where ranks sit: ranks in hosts, hosts in racks. Pure; everything that depends on distance asks here.
+"""The places of ranks: ranks in hosts, hosts in racks. Pure.
 
-memory   between ranks of one host: each copies for itself
-host     between hosts of one rack: each host's own link
-rack     between racks: an uplink that all hosts of a rack share (a message between racks also takes the hosts' links)
+memory   between ranks of one host: each rank's copies
+host     between hosts of one rack: each host's link
+rack     between racks: an uplink that all hosts of a rack share (a message between racks also uses the hosts' links)
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,23 @@ LEVELS: tuple[Level, ...] = ("memory", "host", "rack")
 
 @dataclass(frozen=True, order=True)
 class RankPlace:
-    """Two ranks share a host if their places are equal: hosts of different racks may have the same name."""
+    """Two ranks share a host if their places are equal. Hosts of different racks may have the same name."""
 
     host: str
     rack: str = ""
 
 
 def link_level(one: RankPlace, other: RankPlace) -> Level:
-    """What lies between two ranks."""
     if one == other:
         return "memory"
     return "host" if one.rack == other.rack else "rack"
 
 
-def level_setting(settings: Mapping[str, T], where: Level) -> T | None:
-    """What was set for a level. A setting between hosts holds between racks too, unless those have their own."""
-    if where == "rack" and "rack" not in settings:
-        where = "host"
-    return settings.get(where)
+def level_setting(settings: Mapping[str, T], level: Level) -> T | None:
+    """The setting of a level. The one of "host" also holds for "rack" if that has none."""
+    if level == "rack" and "rack" not in settings:
+        level = "host"
+    return settings.get(level)
 
 
 def ranks_by_host(places: Sequence[RankPlace]) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -1,7 +1,7 @@
-"""The members of a group and the way between them: shared memory on one host, messages where there are several.
+"""Opens a group's transport: shared memory if all ranks are on one host, messages if there are several hosts.
 
-`assemble` is called by all ranks together, each with the same store. What it returns has one face for both ways
-(`Way`), whose calls block and go in the same order on every rank.
+All ranks call `open_transport` together, each with the same store. Both transports implement `CollectiveTransport`,
+whose collectives block and run in the same order on every rank.
 """
 
 import logging
@@ -21,10 +21,8 @@ from shoal.collectives.handshake import (
     exchange_members,
     exchange_notes,
     host_identity,
-    host_members,
     new_token,
     own_address,
-    store_host,
 )
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
@@ -39,16 +37,17 @@ from shoal.collectives.shm_segment import (
     unsupported_reason,
 )
 from shoal.collectives.single_host import SingleHostTransport
+from shoal.collectives.stats import CommStats
 from shoal.errors import CollectiveError, InputError, PeerLost, ShoalError
 from shoal.numerics.lanes import Span
 
 log = logging.getLogger("shoal.collectives")
-ERROR_WAIT = timedelta(seconds=2)  # how long one that cannot take part waits for the others, to tell them
+ERROR_WAIT = timedelta(seconds=2)  # how long a rank that cannot join waits for the others to read its error
 _logged: set[str] = set()
 
 
 class TransportMessage(Protocol):
-    """A message under way."""
+    """A send or receive in progress."""
 
     source: int
     done: bool
@@ -57,13 +56,36 @@ class TransportMessage(Protocol):
     def wait(self, timeout: float | None = None) -> None: ...
 
 
+class GroupHealth(Protocol):
+    """The state of the group as this rank knows it, for any thread."""
+
+    failure: CollectiveError | None  # why no further collective can run
+
+    def fail(self, error: CollectiveError) -> object:
+        """This rank takes part in nothing more: ends its waits and reports the error to the others."""
+        ...
+
+    def status(self) -> tuple[str, list[int], float] | None:
+        """The running collective, the ranks that have not joined it, and its seconds so far."""
+        ...
+
+    def ended_ranks(self) -> list[int]:
+        """Ranks whose process ended without leaving the group."""
+        ...
+
+
 class CollectiveTransport(Protocol):
-    """How tensors of a group travel. Flat contiguous tensors; moves (not reductions) are of bytes."""
+    """Moves the tensors of a group: flat contiguous ones, as bytes except in reductions."""
 
     @property
-    def sequence(self) -> int: ...
+    def sequence(self) -> int:
+        """How many collectives this group has begun."""
+        ...
 
-    def barrier(self, name: str = "barrier") -> None: ...
+    @property
+    def health(self) -> GroupHealth: ...
+
+    def barrier(self) -> None: ...
     def all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> None: ...
     def reduce(self, flat: Tensor, root: int, reduction: Reduction, op: CollectiveOp) -> None: ...
     def reduce_scatter(
@@ -82,24 +104,10 @@ class CollectiveTransport(Protocol):
     def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp) -> TransportMessage: ...
     def set_timeout(self, seconds: float) -> None: ...
 
+    def comm_stats(self) -> CommStats: ...
+
     def abandon(self, error: BaseException) -> None:
-        """A collective ended with an exception: sees to it that the others hear of it."""
-        ...
-
-    def announce_exit(self, cause: CollectiveError) -> None:
-        """This process is about to end: tells the others why."""
-        ...
-
-    def status(self) -> tuple[str, list[int], float] | None:
-        """For another thread: the collective under way, the ranks that have not come to it, and since how long."""
-        ...
-
-    def failure(self) -> CollectiveError | None:
-        """Why nothing can be done in this group any more."""
-        ...
-
-    def ended_ranks(self) -> list[int]:
-        """Ranks that are known to have ended without a word."""
+        """A collective of this rank raised an exception: reports that to the other ranks."""
         ...
 
     def close(self) -> None: ...
@@ -108,57 +116,54 @@ class CollectiveTransport(Protocol):
 def open_transport(
     store: Store, rank: int, size: int, timeout: timedelta, options: Any = None
 ) -> tuple[list[GroupMember], CollectiveTransport]:
-    """`wish`: a Wish; None: what the environment says."""
-    options, trouble = _read_options(options)
-    token, why = new_token(), unsupported_reason()
-    descriptor = -1
-    if not why and trouble is None:
+    """Returns the members and the transport. `options`: CommOptions, or None for those of the environment."""
+    options, options_error = _read_options(options)
+    token, no_memory_reason, descriptor = new_token(), unsupported_reason(), -1
+    if not no_memory_reason and options_error is None:
         try:
             descriptor = new_segment(SEGMENT_BYTES, token)
         except OSError as error:
-            why = f"no shared memory: {error.strerror or error}"
+            no_memory_reason = f"no shared memory: {error.strerror or error}"
     try:
         own = GroupMember(
             rank=rank,
             host=host_identity(),
             name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
             rack=os.environ.get("SHOAL_RACK", ""),
-            address=own_address(store_host(store)),
+            address=own_address(store),
             pid=os.getpid(),
             descriptor=descriptor,
             token=token,
             num_bytes=SEGMENT_BYTES,
-            no_memory_reason=why,
+            no_memory_reason=no_memory_reason,
             options=options,
-            error="" if trouble is None else str(trouble),
+            error="" if options_error is None else str(options_error),
         )
-        if trouble is not None:
-            with suppress(PeerLost):  # the store may end with this process: the others get some time to read it
+        if options_error is not None:
+            with suppress(PeerLost):  # the store may end with this process: the others get some time to read the error
                 exchange_members(store, own, size, min(timeout, ERROR_WAIT))
-            raise trouble
+            raise options_error
         members = exchange_members(store, own, size, timeout)
-        arena = _open_segment(store, members, rank, size, timeout)
+        segment = _open_segment(store, members, rank, timeout)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if arena is not None and arena.size == size:
-        return members, SingleHostTransport(arena, ShmMessenger(arena))
-    from shoal.collectives.multi_host import MultiHostTransport  # only where hosts differ: it brings gloo with it
+    if segment is not None and segment.size == size:
+        return members, SingleHostTransport(segment, ShmMessenger(segment))
+    from shoal.collectives.multi_host import MultiHostTransport  # only for several hosts: it imports gloo
 
-    return members, MultiHostTransport(
-        store, members, rank, arena, timeout, CommConfig.from_options(members[0].options)
-    )
+    return members, MultiHostTransport(store, members, rank, segment, timeout)
 
 
 def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:
-    """What was wished for; or why that cannot be."""
+    """Returns the options, and the error if they are not valid."""
     try:
         asked = options_from_environment()
         if options is None:
             options = asked
         if not isinstance(options, CommOptions):
             raise InputError(
-                f"pg_options of the backend shoal are a shoal.collectives.options.Wish, not {type(options).__name__}"
+                f"pg_options of the backend shoal are a shoal.collectives.CommOptions, not {type(options).__name__}"
             )
         options = structs.replace(options, links=options.links or asked.links)
         CommConfig.from_options(options)
@@ -167,29 +172,27 @@ def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:
     return options, None
 
 
-def _open_segment(
-    store: Store, members: list[GroupMember], rank: int, size: int, timeout: timedelta
-) -> ShmSegment | None:
-    """The memory that this host's ranks share; None, on all of them, where one cannot. Says so."""
-    local = host_members(members, rank)
-    segments, why = [], ""
-    for mate in local:
-        segment = None
-        if mate.descriptor >= 0:
-            segment = map_segment(mate.pid, mate.descriptor, mate.token, mate.num_bytes)
-        if segment is None:
-            why = f"{mate}: {mate.no_memory_reason or 'its memory cannot be reached through /proc'}"
+def _open_segment(store: Store, members: list[GroupMember], rank: int, timeout: timedelta) -> ShmSegment | None:
+    """The memory that this host's ranks share; None on all of them, with a warning, if one has no access to it."""
+    local = [member for member in members if member.host == members[rank].host]
+    segments, problem = [], ""
+    for member in local:
+        mapped = None
+        if member.descriptor >= 0:
+            mapped = map_segment(member.pid, member.descriptor, member.token, member.num_bytes)
+        if mapped is None:
+            problem = f"{member}: {member.no_memory_reason or 'its memory cannot be reached through /proc'}"
             break
-        segments.append(segment)
+        segments.append(mapped)
     if len(local) > MAX_RANKS:
-        why = f"{len(local)} ranks on {local[0].name}, and an arena has room for {MAX_RANKS}"
-    # Also the barrier after which nobody needs the descriptors any more.
-    reasons = exchange_notes(store, rank, size, "arena", why, timeout)
-    reason = next((reasons[mate.rank] for mate in local if reasons[mate.rank]), "")
+        problem = f"{len(local)} ranks on {local[0].name}, and a shared-memory segment has room for {MAX_RANKS}"
+    # This exchange is also a barrier: after it the descriptors may be closed.
+    problems = exchange_notes(store, rank, len(members), "segment", problem, timeout)
+    reason = next((problems[member.rank] for member in local if problems[member.rank]), "")
     if reason:
         if rank == local[0].rank and reason not in _logged:
             _logged.add(reason)
             log.warning("shoal: tensors go through sockets instead of shared memory (%s)", reason)
         return None
-    place = next(index for index, mate in enumerate(local) if mate.rank == rank)
+    place = next(index for index, member in enumerate(local) if member.rank == rank)
     return ShmSegment(local, place, segments, timeout.total_seconds())

@@ -1,7 +1,7 @@
-"""How a sum travels: for each piece of a flat tensor one rooted tree over the ranks. Pure; `relay` plays what is here.
+"""The routes of sums: for each piece of a flat tensor one rooted tree over the ranks. Pure; run_tree.py runs them.
 
-Partial sums flow up to the root: each rank adds what its children hand over to what it holds, and hands the rest on.
-The result flows down the same tree. Every algorithm is only a choice of trees, one per piece; with 4 ranks:
+Partial sums flow up to the root: each rank adds the sums of its children to its own and sends the rest to its parent.
+The result flows down the same tree. An algorithm is a choice of trees, one per piece; with 4 ranks:
 
     direct    piece p:    p          tree   0         halving   piece p:   p            ring   piece p: p+1 → … → p
               (4 pieces) ╱│╲         (1)   ╱ ╲        (4)                ╱   ╲          (4)
@@ -11,9 +11,9 @@ The result flows down the same tree. Every algorithm is only a choice of trees, 
 
     hierarchical   rank → the piece's representative on its host → in its rack → root
 
-Only complete siblings in the lanes' tree (numerics/lanes.py) are ever added together, so every route gives the same
-bits. A rank that holds sums that are no siblings hands on several. The ring is the exception: it pays only where a rank
-may add whatever it has into one sum (`ordered=False`), and then the bits depend on the route.
+A rank adds only complete siblings in the lanes' tree (numerics/lanes.py), so every route gives the same bits. A rank
+whose sums are no siblings sends several. The ring is the exception: it pays only if a rank may add all its sums into
+one (`ordered=False`), and then the bits depend on the route.
 """
 
 import math
@@ -26,11 +26,11 @@ from shoal.collectives.topology import RankPlace, ranks_by_host
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span, split_point, subtrees
 
-GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on where a slice begins
-MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19  # bytes of a piece that travel at a time: worth a message; stay in cache
-CHUNKS = 16  # of a piece, between these two: so that stages overlap
-MAX_CHUNKS = 4096  # of a tensor: each is a message with a tag of its own
-MAX_PIECES = 4  # per rank: more would balance uneven hosts better, and drown in messages
+GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on the start of a slice
+MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19  # bytes of a piece in one message: worth a message; stays in cache
+CHUNKS = 16  # of a piece, within these limits: so that stages overlap
+MAX_CHUNKS = 4096  # of a tensor: each is a message with its own tag
+MAX_PIECES = 4  # per rank: more would balance uneven hosts better, but take too many messages
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class TreeRoute:
     def _hash(self) -> int:
         return hash((self.name, self.parents))
 
-    def __hash__(self) -> int:  # asked for at every play
+    def __hash__(self) -> int:  # cached, since every run of the route needs it
         return self._hash
 
 
 def piece_bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ...]:
-    """Cuts a flat tensor into equal pieces at multiples of the grain. The last ones may be empty."""
+    """Cuts a flat tensor into equal pieces at multiples of the grain. The last pieces may be empty."""
     each, more = divmod(-(-length // grain), pieces)
     cuts = [min(length, (piece * each + min(piece, more)) * grain) for piece in range(pieces + 1)]
     return tuple(pairwise(cuts))
 
 
 def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> int:
-    """How much of the largest piece travels at a time. What is compressed makes smaller messages of larger chunks."""
+    """Bytes of a chunk of the largest piece. Compression makes smaller messages, so its chunks are larger."""
     wanted = MAX_CHUNK if compressed else min(MAX_CHUNK, max(MIN_CHUNK, piece_bytes // CHUNKS))
     return max(wanted, num_bytes // MAX_CHUNKS)
 
@@ -73,12 +73,12 @@ def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> in
 
 
 def direct(size: int) -> TreeRoute:
-    """Everybody sends piece p to rank p: two stages, and the traffic of a ring."""
+    """All ranks send piece p to rank p: two stages, and the traffic of a ring."""
     return TreeRoute("direct", tuple((piece,) * size for piece in range(size)))
 
 
 def tree(size: int) -> TreeRoute:
-    """One piece, handed from neighbour to neighbour in the order of the lanes' tree: few messages, full length."""
+    """One piece, sent from neighbour to neighbour in the order of the lanes' tree: few messages of full length."""
     return TreeRoute("tree", (_tree_parents(size, lambda span: span[0]),))
 
 
@@ -97,7 +97,7 @@ def halving(size: int) -> TreeRoute:
 
 
 def _tree_parents(size: int, representative: Callable[[Span], int]) -> tuple[int, ...]:
-    """Parents in a tree where each subtree of the ranks has a representative, who takes over from its two halves'."""
+    """Parents in a tree where each subtree of ranks has a representative, the parent of those of its two halves."""
     parents = list(range(size))
 
     def descend(span: Span, parent: int) -> None:
@@ -114,7 +114,7 @@ def _tree_parents(size: int, representative: Callable[[Span], int]) -> tuple[int
 
 
 def ring(places: Sequence[RankPlace]) -> TreeRoute:
-    """Once round, host by host and rack by rack; piece p ends at rank p."""
+    """Each piece goes round all ranks, host by host and rack by rack; piece p ends at rank p."""
     order = [rank for hosts in ranks_by_host(places) for ranks in hosts for rank in ranks]
     after = dict(zip(order, [*order[1:], order[0]], strict=True))
     size = len(places)
@@ -124,10 +124,10 @@ def ring(places: Sequence[RankPlace]) -> TreeRoute:
 
 
 def hierarchical(places: Sequence[RankPlace], *, roots: Sequence[int] | None = None) -> TreeRoute:
-    """Inside the host, then inside the rack, then between racks: each link is crossed by as few sums as can be.
+    """Inside the host, then inside the rack, then between racks: as few sums as possible cross each link.
 
-    Racks, then hosts in a rack, then ranks on a host have equal shares of the roots, and take equal turns as
-    representatives. `roots` asks for other ones: piece p for the p-th of them.
+    Racks, then hosts in a rack, then ranks on a host have equal shares of the roots, and are representatives equally
+    often. `roots` gives other roots, one per piece.
     """
     racks = ranks_by_host(places)
     coordinates = _all_turns(racks) if roots is None else None
@@ -137,11 +137,11 @@ def hierarchical(places: Sequence[RankPlace], *, roots: Sequence[int] | None = N
 
 
 Racks = tuple[tuple[tuple[int, ...], ...], ...]
-Turn = tuple[int, int, int]  # the root, whose turn it is among the hosts of each rack, and among the ranks of each host
+Turn = tuple[int, int, int]  # the root, the index of the host in each rack, the index of the rank on each host
 
 
 def _all_turns(racks: Racks) -> list[Turn]:
-    """As many pieces as it takes to give everybody an equal share; in order of their roots."""
+    """As many pieces as give all ranks an equal share, in the order of their roots."""
     hosts = math.lcm(*(len(rack) for rack in racks))
     ranks = math.lcm(*(len(host) for rack in racks for host in rack))
     return sorted(
@@ -150,14 +150,14 @@ def _all_turns(racks: Racks) -> list[Turn]:
 
 
 def _own_turns(racks: Racks, roots: Sequence[int]) -> list[Turn]:
-    """For given roots: elsewhere it is the turn of those who sit where the root does."""
-    seats = {
+    """The turns of given roots: in other racks and hosts, the representative has the position of the root."""
+    turns = {
         rank: (rank, number, position)
         for rack in racks
         for number, host in enumerate(rack)
         for position, rank in enumerate(host)
     }
-    return [seats[root] for root in roots]
+    return [turns[root] for root in roots]
 
 
 def _turn_of(rack: tuple[tuple[int, ...], ...], host: int, rank: int) -> int:
@@ -178,7 +178,7 @@ def _hierarchical_parents(racks: Racks, root: int, host_turn: int, rank_turn: in
 
 
 def reroot(route: TreeRoute, root: int) -> TreeRoute:
-    """The same trees, hung up at one rank: a route for reduce and broadcast that crosses the same links."""
+    """The same trees with one root: a route for reduce and broadcast that crosses the same links."""
 
     def turned(parents: tuple[int, ...]) -> tuple[int, ...]:
         path = [root]
@@ -193,34 +193,34 @@ def reroot(route: TreeRoute, root: int) -> TreeRoute:
     return TreeRoute(route.name, tuple(turned(parents) for parents in route.parents))
 
 
-# -- what each rank does ----------------------------------------------------------------------------------------------
+# -- the tasks of each rank -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TreeTask:
-    """What one rank does for one piece.
+    """The work of one rank for one piece.
 
-    It keeps its own sums in the first slots and those of its children in the next, adds slots in pairs (the result
-    stays in the left one), and hands on what is left: to its parent, or as the result.
+    The rank's own sums are in the first slots, those of its children in the next. The rank adds pairs of slots (into
+    the left one) and sends the rest to its parent; at the root the rest is the result.
     """
 
     piece: int
     parent: int | None  # None for the root
-    children: tuple[tuple[int, int], ...]  # a rank, and how many sums it hands over; the lowest trees first
+    children: tuple[tuple[int, int], ...]  # a rank and the number of its sums; the lowest trees first
     own: tuple[Span, ...]
     folds: tuple[tuple[int, int], ...]
     rest: tuple[int, ...]
-    height: int  # longest way down to a leaf
-    depth: int  # way up to the root
+    height: int  # steps to the farthest leaf
+    depth: int  # steps to the root
 
 
 @lru_cache(maxsize=128)
 def tree_tasks(
     route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool = True
 ) -> tuple[tuple[TreeTask, ...], ...]:
-    """Everybody's duties, by rank and piece.
+    """The tasks of all ranks, by rank and piece.
 
-    With `ordered=False` everybody hands on one sum, its own and its children's in order of their first lanes.
+    With `ordered=False` each rank sends one sum: its own and its children's, added in the order of their first lanes.
     """
     by_piece = [_piece_tasks(piece, parents, lanes, assignment, ordered) for piece, parents in enumerate(route.parents)]
     return tuple(tuple(piece[rank] for piece in by_piece) for rank in range(route.size))
@@ -232,14 +232,14 @@ def _piece_tasks(
     depth = {rank: _depth(parents, rank) for rank in range(len(parents))}
     height = dict.fromkeys(depth, 0)
     children: dict[int, list[int]] = {rank: [] for rank in depth}
-    handed: dict[int, tuple[Span, ...]] = {}
+    sent: dict[int, tuple[Span, ...]] = {}
     found: dict[int, TreeTask] = {}
     for rank in sorted(depth, key=lambda rank: (-depth[rank], rank)):  # children before their parents
         own = subtrees(lanes, assignment[rank])
         children[rank].sort(key=lambda child: (height[child], child))
-        slots = [*own, *(span for child in children[rank] for span in handed[child])]
+        slots = [*own, *(span for child in children[rank] for span in sent[child])]
         folds, rest = (fold_in_order if ordered else _fold_as_it_comes)(lanes, slots)
-        handed[rank] = tuple(span for span, _ in rest)
+        sent[rank] = tuple(span for span, _ in rest)
         parent = parents[rank]
         if parent != rank:
             children[parent].append(rank)
@@ -247,7 +247,7 @@ def _piece_tasks(
         found[rank] = TreeTask(
             piece=piece,
             parent=None if parent == rank else parent,
-            children=tuple((child, len(handed[child])) for child in children[rank]),
+            children=tuple((child, len(sent[child])) for child in children[rank]),
             own=own,
             folds=tuple(folds),
             rest=tuple(slot for _, slot in rest),
@@ -269,7 +269,7 @@ Folds = tuple[list[tuple[int, int]], list[tuple[Span, int]]]  # pairs of slots; 
 
 
 def fold_in_order(lanes: int, slots: Sequence[Span]) -> Folds:
-    """Adds complete siblings, as far as that goes."""
+    """Adds complete siblings of the lanes' tree until none are left."""
     if len(slots) == 1:
         return [], [(slots[0], 0)]
     folds: list[tuple[int, int]] = []
@@ -290,10 +290,9 @@ def fold_in_order(lanes: int, slots: Sequence[Span]) -> Folds:
 
 
 def _fold_as_it_comes(lanes: int, slots: Sequence[Span]) -> Folds:
-    """Adds everything. The sum goes by the span from its first lane to its last, whatever is missing between."""
+    """Adds all slots. The sum gets the span from its first lane to its last, also if lanes between are missing."""
     if not slots:
         return [], []
-    order = sorted(range(len(slots)), key=lambda slot: slots[slot])
-    first, *others = order
-    whole = (slots[first][0], max(stop for _, stop in slots))
-    return [(first, other) for other in others], [(whole, first)]
+    first, *others = sorted(range(len(slots)), key=lambda slot: slots[slot])
+    span = (slots[first][0], max(stop for _, stop in slots))
+    return [(first, other) for other in others], [(span, first)]

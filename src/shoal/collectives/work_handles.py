@@ -1,4 +1,4 @@
-"""Handles of what has been issued, beside those of a line: messages, and several works together."""
+"""Handles of issued messages and of several works together. Those of collectives are in work_queue.py."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,10 +13,10 @@ from shoal.collectives.transport import TransportMessage
 
 
 class MessageWork(dist.Work):
-    """A send or receive that has been issued."""
+    """An issued send or receive."""
 
     def __init__(
-        self, message: TransportMessage, tensors: list[Tensor], flat: "FlatTensor | None", timeout: float
+        self, message: TransportMessage, tensors: list[Tensor], flat: FlatTensor | None, timeout: float
     ) -> None:
         super().__init__()
         self._message, self._tensors, self._flat, self._timeout = message, tensors, flat, timeout
@@ -58,7 +58,7 @@ class MessageWork(dist.Work):
 
 
 class CombinedWork(dist.Work):
-    """Works that were issued together."""
+    """Several works, issued together."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The order in which a group's collectives run: as they were issued, one at a time, on whichever thread needs them.
+"""Runs a group's collectives one at a time, in the order of their calls.
 
-A blocking call runs on the caller's thread, at once. An asynchronous one stands in the line; a thread of the line's own
-works it off, and so does whoever waits for it, so that waiting costs no switch of threads.
+A blocking call runs on the caller's thread, after those in the queue. An asynchronous one enters the queue. The queue's
+thread runs it, or a thread that waits for it: so waiting costs no switch of threads.
 """
 
 import threading
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CLOSE_SECONDS = 5.0  # for a thread that is in somebody's callback
-_SHARED_LOCK = threading.Lock()  # for works that were done when they were made: nobody else changes them
+CLOSE_SECONDS = 5.0  # for a thread that runs a user's callback
+_SHARED_LOCK = threading.Lock()  # for works that are done when they are made and never change
 
 
 class CollectiveWork(dist.Work):
-    """A collective that has been issued. The same face as torch's own."""
+    """An issued collective, with the interface of torch's."""
 
     def __init__(self, queue: "WorkQueue | None", action: Callable[[], None] | None, value: Any) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class CollectiveWork(dist.Work):
         self._done = action is None
         self._error: BaseException | None = None
         self._promise: torch.futures.Future[None] | None = None
-        self._future: torch.futures.Future[Any] | None = None  # what comes of the promise
+        self._future: torch.futures.Future[Any] | None = None  # follows the promise
         self._guard = threading.Lock() if action is not None else _SHARED_LOCK
 
     def run(self, on_error: Callable[[BaseException], None]) -> None:
-        """Under the line's lock. Whoever ran it tells afterwards, without the lock: a callback may issue more."""
+        """Runs under the queue's lock. `complete_future` follows without it, since a callback may issue more."""
         assert self._action is not None
         try:
             self._action()
@@ -76,8 +76,8 @@ class CollectiveWork(dist.Work):
                 self._future = torch.futures.Future()
                 self._future.set_result(self._value)
             elif self._future is None:
-                # Not `set_exception`: that makes the exception a value, which torch's own callbacks (those of
-                # DistributedDataParallel, in C++) take for tensors, and crash. What a callback raises is an error.
+                # Not `set_exception`: it makes the exception a value, which the C++ callbacks of
+                # DistributedDataParallel read as tensors and crash. An exception of a callback is an error.
                 self._promise = torch.futures.Future()
                 self._future = self._promise.then(self._result_or_raise)
             done = self._done
@@ -96,13 +96,13 @@ class WorkQueue:
         self, name: str, set_limit: Callable[[timedelta | None], None], on_error: Callable[[BaseException], None]
     ) -> None:
         self.name = name
-        self._set_limit = set_limit  # sets how long the collective that runs now may take; None: as always
-        self._on_error = on_error  # is told when one ends with an exception
+        self._set_limit = set_limit  # sets the time limit of the running collective; None: the group's
+        self._on_error = on_error  # gets the exception of a collective
         self._waiting: deque[CollectiveWork] = deque()
-        self._run_lock = threading.Lock()  # held by whoever runs a collective
+        self._run_lock = threading.Lock()  # held by the thread that runs a collective
         self._available = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
-        self._in_callbacks = 0  # threads that are in somebody's callback, which may wait for a collective behind it
+        self._in_callbacks = 0  # threads in a user's callback, which may wait for a later collective
         self._closed = False
 
     def run(self, action: Callable[[], None], value: Any, asynchronous: bool) -> CollectiveWork:
@@ -128,7 +128,7 @@ class WorkQueue:
             earlier.complete_future()
 
     def run_until_done(self, work: CollectiveWork, limit: timedelta | None) -> None:
-        """Runs what stands in the line until this one is done."""
+        """Runs the queue until this work is done."""
         if limit is not None and limit.total_seconds() > 0:
             self._set_limit(limit)
         try:
@@ -160,7 +160,7 @@ class WorkQueue:
                     self._in_callbacks -= 1
 
     def close(self) -> None:
-        """After the way was closed: what runs or stands in the line fails, and whoever waits for it is told."""
+        """Called after the transport has closed: running and queued works fail."""
         self._closed = True
         for _ in self._threads:
             self._available.release()
@@ -171,7 +171,7 @@ class WorkQueue:
             work = self._waiting.popleft()
             work.run(self._on_error)
             work.complete_future()
-        self._set_limit = self._on_error = _nothing  # lets go of the group
+        self._set_limit = self._on_error = _nothing  # releases the group
 
 
 def _nothing(_: Any) -> None:

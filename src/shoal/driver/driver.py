@@ -122,7 +122,7 @@ class RunDriver:
             if launcher_alive:
                 self.processes.poll(0)  # the processes that the launcher has
                 self.supervisor.take_over(self.processes.running)
-            self.recorder.emit(DriverChanged(time=time.time(), pid=os.getpid(), host=os.uname().nodename))
+            self.recorder.emit(DriverChanged(pid=os.getpid(), host=os.uname().nodename))
             if launcher_alive:
                 self._emit_members(monitor)
 
@@ -135,7 +135,6 @@ class RunDriver:
         tally = self.recorder.tally
         if view.generation > (tally.membership.generation or 1):
             event = MembershipChanged(
-                time=time.time(),
                 generation=view.generation,
                 members=[who.worker for who in view.members],
                 incarnations=[who.incarnation for who in view.members],
@@ -198,7 +197,7 @@ class RunDriver:
 
     def _emit_prints(self) -> None:
         for worker, text in self.processes.printed():
-            self.recorder.emit(WorkerPrinted(time=time.time(), rank=worker, text=text))
+            self.recorder.emit(WorkerPrinted(rank=worker, text=text))
 
     def _report_stopping(self) -> None:
         if self.interrupts.count and not self._stop_reported:

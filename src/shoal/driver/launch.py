@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,6 @@ def _launch_spec(
     opened, plan, job = prepared.opened, prepared.plan, prepared.opened.job
     schedule = job.schedule(opened.source.samples, opened.source.last)
     started = RunStarted(
-        time=time.time(),
         run=folder.id,
         job=name or job.name,
         workers=plan.workers,
@@ -189,7 +187,6 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher:
         launch = LaunchSpec(
             work=lambda context: run_script(script, arguments, context),
             started=RunStarted(
-                time=time.time(),
                 run=folder.id,
                 job=script.name,
                 command="run",

@@ -1,4 +1,4 @@
-"""Runs a function on ranks: forked processes with a group between them."""
+"""Runs a function in real processes, one for each rank, with a group; returns the results in one list."""
 
 import ctypes
 import os
@@ -24,12 +24,12 @@ from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError
 from shoal.numerics.digest import tensor_bytes
 
-GRACE_SECONDS = 10.0  # for the other ranks to answer after a first failure
+GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
 _TENSOR = 1  # code of a tensor in a message
 
 
 class RanksFailed(WorkerError):
-    """A rank raised, died or did not answer. Carries the results of the others."""
+    """At least one rank raised, died or did not answer. Carries the results of the others."""
 
     def __init__(self, message: str, *, results: dict[int, Any], failures: dict[int, str]) -> None:
         super().__init__(message)
@@ -44,17 +44,13 @@ class _RankReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks(
-    size: int,
-    function: Callable[[WorkerGroup], Any],
-    *,
-    timeout: float = 60.0,
-    places: Sequence[LabHost] | None = None,
+    size: int, function: Callable[[WorkerGroup], Any], *, timeout: float = 60.0, places: Sequence[LabHost] | None = None
 ) -> list[Any]:
-    """Calls `function(group)` in `size` forked processes connected on loopback; returns their results by rank.
+    """Calls `function(group)` in `size` forked processes that connect on loopback; returns their results by rank.
 
     A result may be None, a number, a string, a tensor, or lists and dicts of these; tuples come back as lists. The
-    processes are gone when this returns, however it returns. With `places` (`lab.places(size)`) each rank is on that
-    host of a lab.
+    processes are gone when this returns or raises. With `places` (`lab.places(size)`) each rank runs on that host of a
+    lab, and they connect on the first host.
     """
     if size < 1:
         raise InputError(f"{size} ranks: at least 1 is needed")
@@ -63,13 +59,13 @@ def ranks(
     first = None if places is None else places[0]
     address = "127.0.0.1" if first is None else first.address
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # else a child would write what is still in the buffer a second time
+        stream.flush()  # else a child writes the buffered text a second time
     # Only the lab reaches a lab's host, so the store may listen on every address there.
     own = "127.0.0.1" if first is None else "0.0.0.0"
     listener = call_on(first, lambda: socket.create_server((own, 0), backlog=max(128, size)))
     port = listener.getsockname()[1]
     children: dict[int, int] = {}  # rank -> process id
-    pipes: dict[int, int] = {}  # rank -> where its answer comes out
+    pipes: dict[int, int] = {}  # rank -> the read end of its answer
     try:
         for rank in range(size):
             pipes[rank], theirs = os.pipe()
@@ -82,10 +78,12 @@ def ranks(
                 _run_rank(rank, size, address, port, theirs, function, timeout, place)
             os.close(theirs)
             children[rank] = pid
-        # After the forks, which would not copy the store's thread. Early ranks wait in the backlog.
+        # Only now: the store has a thread, which a fork would not copy. Earlier ranks wait in the backlog.
         listening = listener.detach()
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening}
-        store = call_on(first, lambda: TCPStore("127.0.0.1", port, **options))
+        store = call_on(
+            first,
+            lambda: TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening),
+        )
         try:
             found = _collect(pipes, timeout)
         finally:
@@ -108,12 +106,11 @@ def _run_rank(
     timeout: float,
     place: LabHost | None,
 ) -> NoReturn:
-    """Runs in a forked rank, and does not return."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork; with one, none is asked for
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not survive the fork
         try:
             if place is not None:
                 enter(place)
@@ -128,28 +125,28 @@ def _run_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         with open(answer, "wb") as pipe:
-            pipe.write(message)  # last: the parent may end this process as soon as it has the reply
+            pipe.write(message)  # last: the parent may end this process as soon as it has the answer
         code = 0
     finally:
         os._exit(code)
 
 
 def _collect(pipes: dict[int, int], timeout: float) -> dict[int, _RankReply | None]:
-    """The replies until the deadline; None for a rank that ended without one."""
+    """The answers until the deadline; None from a rank that ended without one."""
     deadline = time.monotonic() + timeout
     found: dict[int, _RankReply | None] = {}
-    parts: dict[int, list[bytes]] = {rank: [] for rank in pipes}
+    chunks: dict[int, list[bytes]] = {rank: [] for rank in pipes}
     with selectors.DefaultSelector() as selector:
         for rank, pipe in pipes.items():
             selector.register(pipe, selectors.EVENT_READ, rank)
         while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                part = os.read(key.fd, 1 << 20)
-                if part:
-                    parts[key.data].append(part)
+                chunk = os.read(key.fd, 1 << 20)
+                if chunk:
+                    chunks[key.data].append(chunk)
                     continue
                 selector.unregister(key.fd)
-                message = b"".join(parts[key.data])
+                message = b"".join(chunks[key.data])
                 answer = found[key.data] = _decode(message) if message else None
                 if answer is None or answer.error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -170,7 +167,7 @@ def _results(size: int, found: dict[int, _RankReply | None], codes: dict[int, in
         else:
             results[rank] = answer.value
     if failures:
-        # A rank that lost a peer, or still waits for one, is seldom the cause.
+        # A rank that lost a peer, or was still waiting for one, is seldom the cause.
         def blame(rank: int) -> tuple[bool, bool, int]:
             answer = found.get(rank)
             return answer is not None and answer.lost_peer, rank not in found, rank
@@ -181,7 +178,7 @@ def _results(size: int, found: dict[int, _RankReply | None], codes: dict[int, in
 
 def _end(pid: int) -> int:
     with suppress(ProcessLookupError):
-        # A rank that answered was about to exit; another has had its time. Until it is reaped, its id stays its own.
+        # A rank that has answered is about to end; others had their time. Unreaped, the id is still its own.
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -191,8 +188,8 @@ def _encode(answer: _RankReply) -> bytes:
         if not isinstance(value, Tensor):
             raise TypeError(f"a rank returned {type(value).__qualname__}; it can return numbers, strings and tensors")
         kind = str(value.dtype).removeprefix("torch.")
-        content = (kind, list(value.shape), bytes(tensor_bytes(value)))
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(content))
+        raw = bytes(tensor_bytes(value))
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((kind, list(value.shape), raw)))
 
     return msgspec.msgpack.encode(answer, enc_hook=tensor)
 

@@ -46,7 +46,7 @@ def first_cause(tally: RunTally) -> WorkerFailed | None:
     failures = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
     if failures and failures[0].kind != "PeerLost":
         return failures[0]
-    server = next((fault for fault in tally.incidents if fault.kind == "server" and fault.ends_the_run), None)
+    server = next((fault for fault in tally.incidents if fault.kind == "server-lost" and fault.ends_the_run), None)
     if server is not None:
         return _fatal_server(server, tally)
     fatal = _fatal(tally)

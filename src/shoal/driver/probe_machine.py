@@ -26,14 +26,7 @@ from shoal.driver.launchers.lab import Lab
 from shoal.driver.local_ranks import ranks
 from shoal.driver.probe_device import ContentionSample, DeviceSpeed, fit_products, measure, sample_contention
 from shoal.errors import InputError
-from shoal.planner.cluster import (
-    Cluster,
-    ClusterHost,
-    ClusterLink,
-    Device,
-    HostInterconnect,
-    Rack,
-)
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.local_machine import cores, memory_bytes
 from shoal.report.events import RunStarted
 from shoal.report.run_folder import find_run

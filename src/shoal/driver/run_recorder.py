@@ -1,6 +1,5 @@
 """What the driver writes down and shows: every event, the prediction, and the report at the end."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -89,7 +88,6 @@ class RunRecorder:
             with suppress(OSError, ShoalError):
                 self.folder.write_json(self.folder.prediction, found)
         event = RunPredicted(
-            time=time.time(),
             cluster=found["cluster"],
             step_seconds=found["seconds"],
             samples_per_second=found["samples_per_second"],
@@ -110,14 +108,14 @@ class RunRecorder:
             prediction=self.prediction,
         )
         # The lanes of a script that joined are known from its workers' ranges.
-        value["lanes"] = value["lanes"] or max((stop for _, stop in value["deal"]), default=0)
-        self.emit(RunFinished(time=time.time(), outcome=ended))
+        value["lanes"] = value["lanes"] or max((stop for _, stop in value["assignment"]), default=0)
+        self.emit(RunFinished(outcome=ended))
         if ended == "failed" and self.launch.resumed and self.tally.resumed is None:
             return value  # nothing was trained: the former report stays
         try:
             self.folder.write_json(self.folder.report, value)
         except (OSError, ShoalError) as error:
-            self.emit(SaveFailed(time=time.time(), step=self.tally.step, reason=f"report.json: {error}"))
+            self.emit(SaveFailed(step=self.tally.step, reason=f"report.json: {error}"))
         return value
 
     def close(self) -> None:

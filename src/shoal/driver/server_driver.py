@@ -119,7 +119,7 @@ class ServerSupervisor(WorkerSupervisor):
         elif false_starts >= FALSE_STARTS or self.roster.failures > failure.max_failures:
             action = f"the run ends: {self.roster.failures} processes were lost"
         pid, log = self.processes.pids.get(ended.process), last_lines(self.recorder.folder.server_log(shard))
-        lost = ServerLost(time=time.time(), shard=shard, pid=pid, code=ended.code, log=log, action=action)
+        lost = ServerLost(shard=shard, pid=pid, code=ended.code, log=log, action=action)
         self.recorder.emit(lost)
         if action == "started again":
             self._start_server(shard)

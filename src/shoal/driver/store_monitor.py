@@ -238,7 +238,7 @@ class StoreMonitor:
             with suppress(ShoalError, OSError):
                 self._start_server()
                 self._polled = 0.0
-        event = StoreOutage(time=time.time(), rank=None, address=self.store.address)
+        event = StoreOutage(rank=None, address=self.store.address)
         return [event] if first else []
 
     def _outage_ended(self) -> list[AnyEvent]:
@@ -246,7 +246,7 @@ class StoreMonitor:
             return []
         seconds = time.monotonic() - self._away_since
         self._away_since = None
-        return [StoreOutage(time=time.time(), rank=None, address=self.store.address, seconds=seconds)]
+        return [StoreOutage(rank=None, address=self.store.address, seconds=seconds)]
 
     def close(self, stop: bool = True, for_good: bool = False) -> None:
         """`stop`: ends the run's own store. `for_good`: removes its files, since the run is done."""

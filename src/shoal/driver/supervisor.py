@@ -137,7 +137,7 @@ class WorkerSupervisor:
 
     def _start_missing(self, reason: str) -> None:
         for fresh in self.roster.fill():
-            event = WorkerAdded(time=time.time(), rank=fresh.worker, incarnation=fresh.incarnation, reason=reason)
+            event = WorkerAdded(rank=fresh.worker, incarnation=fresh.incarnation, reason=reason)
             self.recorder.emit(event)
             self.processes.start_worker(fresh)
 
@@ -170,7 +170,7 @@ class WorkerSupervisor:
 
     def _emit_exit(self, ended: ProcessExit) -> None:
         who = ended.process
-        exited = WorkerExited(time=time.time(), rank=who.worker, code=ended.code, incarnation=who.incarnation)
+        exited = WorkerExited(rank=who.worker, code=ended.code, incarnation=who.incarnation)
         self.recorder.emit(exited)
 
     def _decide_losses(self) -> None:
@@ -231,7 +231,6 @@ class WorkerSupervisor:
         pid = self.processes.pids.get(who)
         known = self.tally.workers.get(who.worker)
         return WorkerLost(
-            time=time.time(),
             rank=who.worker,
             incarnation=who.incarnation,
             host=known.host if known is not None and known.host else os.uname().nodename,

@@ -1,10 +1,11 @@
-"""Data as a run needs it: how many samples there are, in which order a pass sees them, and a batch of any of them.
+"""A job's data: the number of samples, their order in each pass, and a function that loads any batch of them.
 
-Reads what users already have: tensors, a map-style data set, or a DataLoader (which is read, not iterated).
+Accepts tensors, a map-style data set, or a DataLoader, which is read for its settings and not iterated.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +34,14 @@ Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the da
 class DataSource:
     samples: int
     order: SampleOrder
-    ordering: str  # what that order is, for a resumed run to compare
+    ordering: str  # the order's name; a resumed run compares it
     fetch: Fetch
-    batch: int | None = None  # what a DataLoader says; None elsewhere
+    batch: int | None = None  # of a DataLoader
     last: str | None = None
-    prefetcher: Prefetcher | None = None  # where samples are loaded by processes of their own
+    prefetcher: Prefetcher | None = None  # with a DataLoader that has worker processes
 
     def arithmetic(self, schedule: SampleSchedule) -> dict[str, Any]:
-        """What of the data decides the bits, as it turned out; a DataLoader's word counts over the job's."""
+        """The properties of the data that decide the bits. A DataLoader's settings override the job's."""
         return {"samples": self.samples, "shuffle": self.ordering, "last": schedule.last}
 
 
@@ -51,7 +52,7 @@ def open_data(data: Any, *, seed: int, shuffle: bool = True) -> DataSource:
         return _from_loader(data, seed)
     if isinstance(data, Tensor):
         return _from_tensors((data,), data, seed, shuffle)
-    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor) for part in data):
+    if isinstance(data, tuple | list) and data and all(isinstance(each, Tensor) for each in data):
         return _from_tensors(tuple(data), data, seed, shuffle)
     if isinstance(data, IterableDataset):
         raise _refused("an IterableDataset has no sample numbers, so no exact order")
@@ -59,14 +60,12 @@ def open_data(data: Any, *, seed: int, shuffle: bool = True) -> DataSource:
         order, ordering = _order(len(data), seed, shuffle)
         fetch = Prefetcher(data, default_collate, seed).load
         return DataSource(samples=len(data), order=order, ordering=ordering, fetch=fetch)
-    raise _refused(f"{type(data).__name__} is none of the forms that data can have")
+    raise _refused(f"{type(data).__name__} is not a supported type")
 
 
 def _refused(why: str) -> JobError:
-    return JobError(
-        f"data: {why}",
-        fix="give tensors, a map-style data set (len and [i]), a DataLoader over one, or a function returning one",
-    )
+    fix = "give tensors, a map-style data set (len and [i]), a DataLoader over one, or a function returning one"
+    return JobError(f"data: {why}", fix=fix)
 
 
 def _order(samples: int, seed: int, shuffle: bool) -> tuple[SampleOrder, str]:
@@ -80,9 +79,9 @@ def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: b
 
     def fetch(indices: Sequence[int], epoch: int) -> Any:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        # A fresh copy, so aligned and contiguous: a lane as a view would change the bits.
-        parts = tuple(tensor.index_select(0, chosen) for tensor in tensors)
-        return parts if not isinstance(shape, Tensor) else parts[0]
+        # A fresh copy is aligned and contiguous; a view would change the bits (docs/exact.md, rule 6).
+        copies = tuple(tensor.index_select(0, chosen) for tensor in tensors)
+        return copies if not isinstance(shape, Tensor) else copies[0]
 
     order, ordering = _order(lengths[0], seed, shuffle)
     return DataSource(samples=lengths[0], order=order, ordering=ordering, fetch=fetch)
@@ -92,44 +91,29 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> DataSource:
     if isinstance(loader.dataset, IterableDataset):
         raise _refused("a DataLoader over an IterableDataset has no sample numbers, so no exact order")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise _refused("a DataLoader with a batch sampler of its own decides the batches; Shoal has to")
+        raise _refused("a DataLoader with its own batch sampler decides the batches, which Shoal has to do")
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
-        raise _refused("a DataLoader with a DistributedSampler is already cut; give it without (Shoal cuts exactly)")
+        raise _refused("a DataLoader with a DistributedSampler has one rank's samples; leave the sampler out")
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    whole = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == samples
-    if whole or isinstance(sampler, SequentialSampler):
-        order, ordering = _order(samples, seed, shuffle=whole)
+    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == samples
+    if shuffled or isinstance(sampler, SequentialSampler):
+        order, ordering = _order(samples, seed, shuffle=shuffled)
     else:
         order, ordering = _sampler_order(sampler, seed), type(sampler).__qualname__
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
+    source = partial(DataSource, samples=samples, order=order, ordering=ordering, batch=loader.batch_size, last=last)
     if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
-        # Nothing draws random numbers here, so samples need not be taken one by one.
-        plain = _from_tensors(loader.dataset.tensors, None, seed, shuffle=False)
-        fetch = plain.fetch
-        return DataSource(
-            samples=samples,
-            order=order,
-            ordering=ordering,
-            fetch=lambda *request: list(fetch(*request)),
-            batch=loader.batch_size,
-            last=last,
-        )
-    loading = Prefetcher(loader.dataset, loader.collate_fn, seed, loader)
-    return DataSource(
-        samples=samples,
-        order=order,
-        ordering=ordering,
-        fetch=loading.fetch,
-        batch=loader.batch_size,
-        last=last,
-        prefetcher=loading if loader.num_workers else None,
-    )
+        # No sample draws random numbers, so a batch is indexed at once.
+        fetch = _from_tensors(loader.dataset.tensors, None, seed, shuffle=False).fetch
+        return source(fetch=lambda *request: list(fetch(*request)))
+    prefetcher = Prefetcher(loader.dataset, loader.collate_fn, seed, loader)
+    return source(fetch=prefetcher.fetch, prefetcher=prefetcher if loader.num_workers else None)
 
 
 def _sampler_order(sampler: Any, seed: int) -> SampleOrder:
-    """The order that a sampler of the user's own gives, under a seed of its own for each pass."""
+    """The order of the user's own sampler, with one seed per pass."""
 
     def order(epoch: int) -> Sequence[int]:
         with preserve_generators():

@@ -1,4 +1,4 @@
-"""A job: what to train, and with it the whole arithmetic. Nothing here depends on how many workers there will be."""
+"""A job: what to train, and the whole arithmetic of it. Nothing here depends on the number of workers."""
 
 import dataclasses
 import types
@@ -29,10 +29,10 @@ PRECISIONS = {
 class Job:
     """What to train. Required: model, data, loss, optimizer, batch, and steps or epochs.
 
-    model      a function that builds it (preferred: initial weights then follow from `seed`), or an instance
+    model      a function that builds it (preferred: `seed` then decides the initial weights), or an instance
     data       tensors, a map-style data set, a DataLoader (read for its data set, order and batch), or a function
                that returns one of these. A sample is (input, …, target)
-    loss       loss(output, target): a scalar mean, or (sum, count) when the mean is over something else than samples
+    loss       loss(output, target): a scalar mean over samples, or (sum, count) for a mean over something else
     optimizer  gets the list of (name, parameter), returns a torch optimizer
     batch      samples of one optimizer update, whatever the number of workers
     """
@@ -46,10 +46,10 @@ class Job:
     epochs: int | None = None
 
     lanes: int | None = None  # 4, or the largest power of two that divides a smaller batch
-    microbatches: int = 1  # pieces of a lane, one after the other
+    microbatches: int = 1  # of a lane, computed one after the other
     seed: int = 0
     shuffle: bool = True
-    last: Literal["short", "drop"] | None = None  # what to do with a last batch that is not full; short
+    last: Literal["short", "drop"] | None = None  # how to treat a last batch that is not full; short
     blocks: Sequence[str] | None = None
     tensor_rules: Mapping[str, str] | None = None  # how modules are split under tensor=…, by patterns of names
     start_from: str | Path | None = None  # a safetensors file with the weights to begin with
@@ -64,7 +64,7 @@ class Job:
     target: Any = None  # "accuracy >= 0.97": training ends when an evaluation reaches it
     evaluate_every: int | None = None  # steps; once per pass over the data
     checkpoint_every: int | None = None  # steps; once per pass over the data
-    tokens: int | None = None  # of a sample: speed is then told in tokens, too
+    tokens: int | None = None  # of a sample: reports then show tokens per second, too
     name: str = "job"
     _lanes_given: bool = field(init=False, repr=False, compare=False)
 
@@ -93,36 +93,31 @@ class Job:
         object.__setattr__(self, "target", MetricTarget.parse(self.target, self.metrics))
         if self.target is not None and self.evaluate is None:
             raise JobError(
-                f"target '{self.target}' without evaluate: there is nothing to measure it on",
-                fix="evaluate=held_out_data",
+                f"target '{self.target}' without evaluate: nothing measures it", fix="evaluate=held_out_data"
             )
 
     def _check_calls(self) -> None:
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 kind = type(getattr(self, name)).__name__
-                extra = " (an optimizer is made by a function of the parameters)" if name == "optimizer" else ""
+                extra = " (a function of the parameters returns the optimizer)" if name == "optimizer" else ""
                 raise JobError(f"{name} must be callable, not {kind}{extra}")
         if isinstance(self.optimizer, Optimizer):
-            raise JobError(
-                "optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, lr=0.1)"
-            )
+            raise JobError("optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, 0.1)")
         if self.scheduler is not None and not callable(self.scheduler):
             raise JobError("scheduler is an instance", fix="scheduler=lambda optimizer: StepLR(optimizer, 100)")
         if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
-            raise JobError(
-                "metrics must map names to functions of (output, target)", fix='metrics={"accuracy": accuracy}'
-            )
+            raise JobError("metrics must map names to functions(output, target)", fix='metrics={"accuracy": accuracy}')
 
     def _check_batch_split(self) -> None:
         assert self.batch is not None and self.lanes is not None
-        pieces = self.lanes * self.microbatches
-        if self.batch % pieces == 0:
+        count = self.lanes * self.microbatches
+        if self.batch % count == 0:
             return
         into = f"{self.lanes} lanes"
         if self.microbatches > 1:
-            into += f" of {self.microbatches} microbatches ({pieces} pieces)"
-        below, above = self.batch // pieces * pieces, -(-self.batch // pieces) * pieces
+            into += f" of {self.microbatches} microbatches ({count} in all)"
+        below, above = self.batch // count * count, -(-self.batch // count) * count
         batches = " or ".join(str(number) for number in (below, above) if number)
         fits = [lanes for lanes in range(1, self.batch + 1) if self.batch % (lanes * self.microbatches) == 0]
         near = sorted(sorted(fits, key=lambda lanes: abs(lanes - (self.lanes or 1)))[:4])
@@ -153,30 +148,28 @@ class Job:
 
     def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
-            raise JobError(
-                f"the data has {samples} samples, fewer than one batch of {self.batch}", fix="a smaller batch"
-            )
+            raise JobError(f"the data has {samples} samples, fewer than a batch of {self.batch}", fix="a smaller batch")
         return SampleSchedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
 
     def total_steps(self, schedule: SampleSchedule) -> int:
         return self.steps if self.steps is not None else (self.epochs or 0) * schedule.steps_per_epoch
 
     def arithmetic(self) -> dict[str, Any]:
-        """Every field that decides the bits, in a form that can be saved and compared. Length is not among them:
-        a longer run begins with the same steps."""
+        """Every field that decides the bits, as JSON to save and compare. A longer run begins with the same steps, so
+        the length is not among them."""
         decisive = (
             "model loss optimizer scheduler batch lanes microbatches seed shuffle last blocks isa threads compile"
             " precision clip_norm"
         )
-        # Rules change the order of sums, but no checkpoint depends on them: they are the layout's business.
+        # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
         return {name: describe(getattr(self, name)) for name in decisive.split()}
 
     def resolved(self) -> dict[str, Any]:
-        """Every field as a reader would want to see it."""
+        """Every field in a form for readers."""
         return {item.name: readable(getattr(self, item.name)) for item in dataclasses.fields(self) if item.init}
 
     def changed(self, **changes: Any) -> "Job":
-        # A length given anew replaces the old one, whichever of the two it was.
+        # A new length replaces the old one, in steps or epochs.
         if "steps" in changes and "epochs" not in changes:
             changes["epochs"] = None
         elif "epochs" in changes and "steps" not in changes:
@@ -188,7 +181,7 @@ class Job:
 
 
 def _default_lanes(batch: int) -> int:
-    """4, or the largest power of two that divides a batch which 4 does not."""
+    """4, or the largest power of two that divides the batch if 4 does not."""
     return min(4, batch & -batch)
 
 

@@ -11,18 +11,8 @@ from shoal.errors import InputError, JobError, ShoalError
 from shoal.job.job import Job
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 
-INTEGERS = (
-    "batch",
-    "steps",
-    "epochs",
-    "lanes",
-    "microbatches",
-    "seed",
-    "threads",
-    "evaluate_every",
-    "checkpoint_every",
-    "tokens",
-)
+EVERY = ("evaluate_every", "checkpoint_every")
+INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "tokens")
 NUMBERS = ("clip_norm",)
 SWITCHES = ("shuffle", "compile")
 STRINGS = ("last", "isa", "precision", "target", "name")
@@ -45,13 +35,13 @@ def load_job(spec: str, settings: list[str] | None = None) -> Job:
 
 
 def _load(path: Path) -> Any:
-    # A file that builds an instance at import gets the same one in every process.
+    # A file that builds a model at import builds the same one in every process.
     seed_everything(0, MODULE_LOAD)
     spec = importlib.util.spec_from_file_location(f"shoal_job_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path} is not a Python file", fix="a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # data classes and pickled loaders look themselves up here
+    sys.modules[spec.name] = module  # dataclasses and the processes of a DataLoader look it up here
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
@@ -70,8 +60,8 @@ def _load(path: Path) -> Any:
 
 
 def _failing_line(path: Path, error: BaseException) -> str | None:
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
-    own = own or [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) in (path, path.resolve())]
     return f"{path}:{own[-1].lineno}  {own[-1].line}" if own else None
 
 
@@ -97,7 +87,7 @@ def _choose(path: Path, name: str, jobs: dict[str, Job], module: Any) -> Job:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`steps=50` as a field and its value."""
+    """Splits `steps=50` into a field's name and its value."""
     name, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"--set {text}: a name and a value are needed", fix="--set steps=50")
@@ -109,7 +99,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name, None
     if name in SWITCHES:
         if value.lower() not in ("true", "false"):
-            raise JobError(f"--set {text}: true or false")
+            raise JobError(f"--set {text}: '{value}' is neither true nor false", fix=f"--set {name}=true")
         return name, value.lower() == "true"
     try:
         return name, int(value) if name in INTEGERS else float(value) if name in NUMBERS else value

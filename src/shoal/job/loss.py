@@ -1,4 +1,4 @@
-"""A job's loss of a model, whole or in the two halves that lie before and after the model's own forward."""
+"""A job's loss of a model, in one call or in two halves: before and after the model's own forward."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from shoal.job.job import Job
 
 
 def split_sample(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """(inputs, target) of a batch: the last of a tuple is the target; anything else is both."""
+    """(inputs, target) of a batch. The last of a tuple is the target; anything else is input and target at once."""
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return tuple(batch[:-1]), batch[-1]
     if isinstance(batch, tuple | list) and len(batch) == 1:
@@ -37,12 +37,11 @@ class Objective:
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         output, target = self._to_fp32(output), split_sample(batch)[1]
-        return {"loss": self.job.loss(output, target)} | {
-            name: metric(output, target) for name, metric in self.job.metrics.items()
-        }
+        measures = {"loss": self.job.loss, **self.job.metrics}
+        return {name: measure(output, target) for name, measure in measures.items()}
 
     def evaluation(self) -> Callable[[Any], dict[str, Any]]:
-        """The loss and the job's metrics of a batch, for evaluation."""
+        """Returns a function that computes the loss and the job's metrics of a batch."""
 
         def closure(batch: Any) -> dict[str, Any]:
             with self.precision():
@@ -51,12 +50,12 @@ class Objective:
         return closure
 
     def precision(self) -> Any:
-        # The weights' cast is not cached: whether it is would depend on what ran before.
+        # Whether a cached cast of the weights is used would depend on what ran before (docs/exact.md, rule 12).
         autocast = self.job.precision == "bf16-autocast"
         return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
 
     def _to_fp32(self, output: Any) -> Any:
-        """Losses are taken in fp32 where the model computes in bf16."""
+        """Where the model computes in bf16, its loss is still computed in fp32."""
         return tree_map(_leaf_to_fp32, output) if self.job.precision == "bf16-weights" else output
 
 

@@ -1,7 +1,7 @@
-"""Samples loaded ahead of time, by the worker processes that a user's DataLoader asks for (`num_workers=4`).
+"""Loads samples ahead of time, in the processes that a user's DataLoader asks for (`num_workers=4`).
 
-A request is one microbatch. Requests are announced in the order in which they will be fetched; torch's own DataLoader
-does the rest. Each sample is seeded by (seed, pass, sample), so who loads it changes nothing.
+A request is one microbatch. The worker announces its requests in order, and torch's own DataLoader loads them. Each
+sample is seeded by (seed, pass, sample), so any process may load it.
 """
 
 import ctypes
@@ -21,11 +21,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class _SeededDataset(Dataset[Any]):
-    """A data set whose samples draw from their own streams, wherever they are loaded."""
+    """A data set in which each sample draws from a random stream of its own."""
 
     def __init__(self, data: Any, seed: int) -> None:
-        self.data = data
-        self.seed = seed
+        self.data, self.seed = data, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         index, epoch = key
@@ -34,19 +33,18 @@ class _SeededDataset(Dataset[Any]):
 
 
 class Prefetcher:
-    """`load` reads samples here and now; after `announce`, `fetch` hands out what processes have loaded meanwhile."""
+    """`load` reads samples in this process; `fetch` returns what other processes have loaded since `announce`."""
 
     def __init__(
         self, data: Any, collate: Callable[[list[Any]], Any], seed: int, loader: DataLoader[Any] | None = None
     ) -> None:
         self.data = _SeededDataset(data, seed)
-        self.collate = collate
-        self.loader = loader
+        self.collate, self.loader = collate, loader
         self._expected: deque[FetchRequest] = deque()
         self._batches: Iterator[Any] = iter(())
 
     def announce(self, requests: Sequence[FetchRequest]) -> None:
-        """What will be fetched from now on, in this order. Replaces whatever was announced before."""
+        """Starts to load these requests, to be fetched in this order. Replaces earlier announcements."""
         assert self.loader is not None
         self._expected = deque(requests)
         keys = [[(index, epoch) for index in indices] for indices, epoch in requests]
@@ -58,7 +56,7 @@ class Prefetcher:
             prefetch_factor=self.loader.prefetch_factor,
             multiprocessing_context=self.loader.multiprocessing_context,
             worker_init_fn=_end_with_parent,
-            generator=torch.Generator(),  # not the default one: that belongs to the job
+            generator=torch.Generator(),  # the default one belongs to the job
         )
         self._batches = iter(loader)
 

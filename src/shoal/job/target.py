@@ -1,4 +1,4 @@
-"""The aim of a job: `accuracy >= 0.97`. Training ends at the first evaluation that reaches it."""
+"""A metric target such as `accuracy >= 0.97`. Training ends at the first evaluation that reaches it."""
 
 import operator
 import re
@@ -20,7 +20,7 @@ class MetricTarget:
 
     @classmethod
     def parse(cls, text: Any, metrics: Mapping[str, Any]) -> "MetricTarget | None":
-        """From "accuracy >= 0.97", or {"accuracy": 0.97} (at least; at most for the loss)."""
+        """Reads "accuracy >= 0.97" or {"accuracy": 0.97}, which means at least (of the loss, at most)."""
         if text is None or isinstance(text, cls):
             return text
         if isinstance(text, Mapping) and len(text) == 1:
@@ -28,9 +28,7 @@ class MetricTarget:
             text = f"{metric} {'<=' if metric == 'loss' else '>='} {value}"
         found = _PATTERN.match(text) if isinstance(text, str) else None
         if not found:
-            raise JobError(
-                f"target {text!r} is not understood", fix='target="accuracy >= 0.97" or target="loss <= 1.5"'
-            )
+            raise JobError(f"target {text!r} is not understood", fix='target="accuracy >= 0.97" or "loss <= 1.5"')
         metric, relation, number = found.groups()
         if metric != "loss" and metric not in metrics:
             known = ", ".join(["loss", *metrics])

@@ -1,7 +1,7 @@
-"""Values described as JSON, equal in two processes exactly when the values are: what a resumed job is compared by.
+"""Describes values as JSON. Two descriptions are equal exactly when the values are; a resumed job is compared by them.
 
-A function is described by the digest of its bytecode and of what it refers to in its own module: constants, helper
-functions, classes. Where it stands (file, line) does not count, so moving code changes nothing.
+A function's description is a digest of its bytecode and of what it refers to in its own module: constants, helper
+functions, classes. File and line do not count, so code may move.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ def describe(value: Any) -> Any:
 
 
 def _is_library(value: Any) -> bool:
-    """Code of an installed package is described by its name: its version is in the fingerprint or not ours to judge."""
+    """Whether a value comes from an installed package: its name then describes it."""
     code = getattr(value, "__code__", None)
     file = code.co_filename if code is not None else ""
     return str(value.__module__).partition(".")[0] in ("torch", "builtins", "numpy") or "site-packages" in file
 
 
 def _source(value: Any, module: str, seen: set[int]) -> Any:
-    """What code does, followed through its own module."""
+    """A nested list of what a function or class does, followed through its own module."""
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -53,12 +53,8 @@ def _source(value: Any, module: str, seen: set[int]) -> Any:
     if isinstance(value, types.FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         referred = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        return [
-            _code(value.__code__),
-            _source(value.__defaults__, module, seen),
-            _source(cells, module, seen),
-            _source(referred, module, seen),
-        ]
+        parts = (value.__defaults__, cells, referred)
+        return [_code(value.__code__), *(_source(part, module, seen) for part in parts)]
     return type(value).__qualname__
 
 

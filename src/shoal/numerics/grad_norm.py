@@ -1,7 +1,6 @@
-"""Clipping by the global norm with an order of sums that no placement can change (EXACT rule 11).
+"""Clipping by the global norm, with sums in the same order under any placement (docs/exact.md, rule 11).
 
-Squares are added in fp64 row by row (dimension 0), rows in parameter order. A shard that holds whole rows can compute
-its rows' sums alone.
+Squares are added in fp64 row by row (dimension 0), rows in parameter order. A shard of whole rows adds its own rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +18,12 @@ def row_squares(gradient: Tensor) -> Tensor:
         return rows.reshape(-1).double().square()
     rows = rows.contiguous().flatten(1)
     step = max(1, CHUNK // max(1, rows.shape[1]))
-    norms = [torch.linalg.vector_norm(piece.double(), dim=1) for piece in rows.split(step)]
+    norms = [torch.linalg.vector_norm(chunk.double(), dim=1) for chunk in rows.split(step)]
     return torch.cat(norms).square()
 
 
 def total_norm(rows: Sequence[Tensor]) -> float:
-    """From every parameter's rows, in order."""
+    """The norm from the row sums of every parameter, in parameter order."""
     return float(torch.cat(list(rows)).sum().sqrt()) if rows else 0.0
 
 
@@ -33,10 +32,8 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def clip_to_norm(gradients: Sequence[Tensor], max_norm: float, norm: float | None = None) -> float:
-    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before.
-
-    `norm`: as it was found with others, where these are not all.
-    """
+    """Scales the gradients in place so that their global norm is at most `max_norm`; returns the norm before. `norm`:
+    the global norm, where this worker does not hold all gradients."""
     norm = global_norm(gradients) if norm is None else norm
     factor = min(1.0, max_norm / (norm + 1e-6))
     if factor < 1.0:

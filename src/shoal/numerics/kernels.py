@@ -1,10 +1,11 @@
-"""The kernels of a run: which instruction set, how many threads, deterministic or not, and the fingerprint of all that.
+"""The kernels of a run: instruction set, threads, determinism, and their fingerprint (docs/exact.md, rules 6 to 9).
 
-EXACT rules 6 to 9. Two processes whose fingerprints are equal compute the same bits; others are refused by name.
+Two processes of equal fingerprint compute the same bits. A worker of another fingerprint is refused by name.
 """
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -18,17 +19,17 @@ from shoal.numerics.digest import tensor_bytes
 
 ALIGNMENT = 64
 
-# What pins ATen, oneDNN and MKL to one level, for clusters of unlike CPUs.
+# Environment variables that pin ATen, oneDNN and MKL to one level, for clusters of unlike CPUs.
 ISA_ENVIRONMENT = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_CBWR": "AVX512"},
     "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
 }
-ISA_IN_FORCE = "SHOAL_ISA"  # tells a re-executed driver, and the fingerprint, which level was pinned
+ISA_IN_FORCE = "SHOAL_ISA"  # the pinned level, for a re-executed driver and the fingerprint
 
 
 def configure(*, threads: int, exact: bool = True) -> None:
-    """Fixes everything about this process's kernels that can be fixed after it has started."""
+    """Sets threads, determinism and memory allocation of this process."""
     torch.set_num_threads(threads)
     # Filling uninitialised memory makes a large `empty` a hundred times slower and changes no result of correct code.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -37,10 +38,8 @@ def configure(*, threads: int, exact: bool = True) -> None:
 
 
 def keep_large_allocations() -> None:
-    """Lets the C library keep freed blocks instead of returning them to the kernel after every step.
-
-    A gradient of tens of megabytes is allocated anew each step; page faults for it cost more than the copy.
-    """
+    """Lets the C library keep freed blocks: every step allocates gradients of tens of megabytes, and their page faults
+    cost more than the copy."""
     try:
         libc = ctypes.CDLL(None)
         m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
@@ -56,14 +55,14 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous and starts on 64 bytes, else a copy that is and does."""
+    """The tensor itself if it is contiguous and starts on 64 bytes, else such a copy."""
     if tensor.layout != torch.strided or (tensor.is_contiguous() and is_aligned(tensor)):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of tuples, lists and dicts with every tensor changed."""
+    """Applies `change` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -76,7 +75,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def mkl_reproducibility() -> int | None:
-    """MKL's conditional-numerical-reproducibility branch in force in this process, None without MKL."""
+    """The branch of MKL's conditional numerical reproducibility in this process; None without MKL."""
     try:
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
         return int(library.mkl_serv_cbwr_get(ctypes.c_int(-1)))
@@ -86,18 +85,16 @@ def mkl_reproducibility() -> int | None:
 
 def _probe() -> bytes:
     """A few milliseconds of the kernels that differ between CPUs, hashed."""
-    # Numbers from plain arithmetic on integers: random kernels themselves differ between instruction sets.
+    # The inputs come from integer arithmetic: random kernels differ between instruction sets.
     numbers = ((torch.arange(20_000, dtype=torch.int64) * 7919 + 104729) % 10007).to(torch.float32) / 5003.5 - 1
     taken = 0
 
     def some(*shape: int) -> Tensor:
         nonlocal taken
-        count = 1
-        for size in shape:
-            count *= size
-        piece = numbers[taken % 997 : taken % 997 + count].reshape(shape).clone()
+        count = math.prod(shape)
+        chosen = numbers[taken % 997 : taken % 997 + count].reshape(shape).clone()
         taken += count
-        return piece
+        return chosen
 
     sha = hashlib.sha256()
 
@@ -108,9 +105,8 @@ def _probe() -> bytes:
 
     x, weight = some(19, 67), some(31, 67).requires_grad_()
     out = F.gelu(F.linear(x, weight))
-    note(
-        out, torch.mv(weight.detach(), some(67)), torch.dot(some(257), some(257)), some(33, 41).sum(0), some(500).sum()
-    )
+    note(out, torch.mv(weight.detach(), some(67)), torch.dot(some(257), some(257)))
+    note(some(33, 41).sum(0), some(500).sum())
     loss = F.cross_entropy(out, torch.arange(19) % 31)
     loss.backward()
     note(loss, weight.grad)
@@ -124,7 +120,7 @@ def _probe() -> bytes:
     note(F.batch_norm(some(3, 4, 9, 9), mean, variance, training=True), mean, variance)
     note(F.softmax(some(11, 37), 1), F.layer_norm(some(11, 37), (37,)), torch.exp(some(100)), torch.tanh(some(100)))
     note(some(8, 64).to(torch.bfloat16) @ some(64, 8).to(torch.bfloat16))
-    # Misaligned operands: without MKL's reproducible mode some machines differ here first.
+    # Without MKL's reproducible mode, some machines differ first on misaligned operands.
     note(torch.mv(some(9 * 65 + 1)[1:].view(9, 65), some(66)[1:]))
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(1)
@@ -134,7 +130,7 @@ def _probe() -> bytes:
 
 
 def traits() -> dict[str, Any]:
-    """What the fingerprint is made of, by name, so that a difference can be named."""
+    """The components of the fingerprint by name, so that an error can name the one that differs."""
     return {
         "torch": str(torch.__version__),
         "machine": platform.machine(),

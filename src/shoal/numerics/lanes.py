@@ -1,9 +1,9 @@
-"""Lanes: a batch cut into fixed slices, and the one tree in which their sums are added (EXACT rules 1 and 3).
+"""Lanes: a batch cut into fixed slices, and the tree in which their sums are added (docs/exact.md, rules 1 and 3).
 
 4 lanes      6 lanes            The tree splits at the largest power of two below the number of lanes.
-  ┌─┴─┐        ┌──┴──┐          It belongs to the job: whoever holds which lanes, the same numbers are
- ┌┴┐ ┌┴┐     ┌─┴─┐  ┌┴┐         added in the same order. A worker adds up the subtrees that it holds
- 0 1 2 3    ┌┴┐ ┌┴┐ 4 5         whole and hands the partial sums on.
+  ┌─┴─┐        ┌──┴──┐          It belongs to the job: however lanes are assigned, the same numbers are
+ ┌┴┐ ┌┴┐     ┌─┴─┐  ┌┴┐         added in the same order. A worker adds up the subtrees whose lanes it
+ 0 1 2 3    ┌┴┐ ┌┴┐ 4 5         holds, and sends the partial sums.
             0 1 2 3
 """
 
@@ -16,13 +16,13 @@ Span = tuple[int, int]  # lanes from the first up to, not including, the second
 
 
 def split_point(span: Span) -> int:
-    """The lane at which a subtree of two or more lanes is divided."""
+    """The first lane of a subtree's right half."""
     count = span[1] - span[0]
     return span[0] + (1 << ((count - 1).bit_length() - 1))
 
 
 def subtrees(lanes: int, held: Span) -> tuple[Span, ...]:
-    """The largest subtrees that lie wholly inside `held`, from left to right."""
+    """The largest subtrees inside `held`, from left to right."""
 
     def inside(node: Span) -> tuple[Span, ...]:
         if node[1] <= held[0] or held[1] <= node[0]:
@@ -36,7 +36,7 @@ def subtrees(lanes: int, held: Span) -> tuple[Span, ...]:
 
 
 def fold(lanes: int, partials: Mapping[Span, T | None], add: Callable[[T, T], T]) -> T | None:
-    """Adds partial sums in the order of the tree. A part that is absent (None) is no operand."""
+    """Adds partial sums in the order of the tree. An absent one (None) is no operand."""
 
     def value(node: Span) -> T | None:
         if node in partials:
@@ -51,14 +51,13 @@ def fold(lanes: int, partials: Mapping[Span, T | None], add: Callable[[T, T], T]
 
 
 class TreeAccumulator(Generic[T]):
-    """Adds up the lanes of some subtrees as they come, in any order, each pair as soon as both are there."""
+    """Adds up the lanes of the subtrees in `held`: lanes arrive in any order, and a pair is added once complete."""
 
     def __init__(self, lanes: int, held: Span, add: Callable[[T, T], T]) -> None:
         self._add = add
         self._above: dict[Span, tuple[Span, Span, Span]] = {}  # a child -> its parent, and the parent's two children
         self.partials: dict[Span, T] = {}
-        tops = subtrees(lanes, held)
-        pending = list(tops)
+        pending = list(subtrees(lanes, held))
         while pending:
             node = pending.pop()
             if node[1] - node[0] > 1:
@@ -79,8 +78,8 @@ class TreeAccumulator(Generic[T]):
 
 
 def cut_batch(count: int, batch: int, lanes: int, microbatches: int) -> list[list[range]]:
-    """Positions within a batch, by lane and microbatch. A short batch (count < batch) fills lanes in order; what is
-    empty is absent."""
+    """Positions within a batch, by lane and microbatch. A short batch (count < batch) fills lanes in order; an empty
+    microbatch is left out."""
     lane_size = batch // lanes
     size = lane_size // microbatches
     return [
@@ -90,11 +89,8 @@ def cut_batch(count: int, batch: int, lanes: int, microbatches: int) -> list[lis
 
 
 def assign_lanes(lanes: int, speeds: Sequence[float]) -> tuple[Span, ...]:
-    """Deals neighbouring lanes to workers in rank order, at least one each.
-
-    First the time of the slowest is made as short as can be, then the number of partial sums as small as can be:
-    aligned subtrees where speed allows.
-    """
+    """Assigns neighbouring lanes to workers in rank order, at least one each. Minimizes the time of the slowest
+    worker, then the number of partial sums: aligned subtrees where speed allows."""
     return _assign_lanes(lanes, tuple(speeds))
 
 
@@ -111,11 +107,11 @@ def _assign_lanes(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
             for stop in range(worker, lanes - (workers - worker) + 1):
                 choices = []
                 for start in range(worker - 1, stop):
-                    (time, parts), _ = best[worker - 1][start]
+                    (time, sums), _ = best[worker - 1][start]
                     time = max(time, (stop - start) / speeds[worker - 1])
                     if time <= limit:
-                        # Below the limit only the number of parts matters; to find the limit, only time does.
-                        partial = parts + len(subtrees(lanes, (start, stop))) if limit < float("inf") else 0
+                        # Under a limit only the number of partial sums counts; without one, only time.
+                        partial = sums + len(subtrees(lanes, (start, stop))) if limit < float("inf") else 0
                         choices.append(((0.0 if limit < float("inf") else time, partial), start))
                 best[worker][stop] = min(choices, default=(never, 0))
         return best
@@ -134,16 +130,14 @@ def _assign_lanes(lanes: int, speeds: tuple[float, ...]) -> tuple[Span, ...]:
 def reassign_lanes(
     assignment: Sequence[Span], seconds: Sequence[float], *, min_gain: float = 0.1
 ) -> tuple[tuple[Span, ...], str] | None:
-    """New lanes for workers whose speed has drifted, with the reason; None while the present deal is good enough.
-
-    `seconds` is what each worker lately needed for the lanes it holds. Moves only for a gain above `worth`.
-    """
+    """A better assignment for workers whose speed has drifted, with the reason; None if it gains less than `min_gain`.
+    `seconds`: what each worker lately needed for the lanes it holds."""
     if min(seconds) <= 0:
         return None
     counts = [stop - start for start, stop in assignment]
     speeds = [count / second for count, second in zip(counts, seconds, strict=True)]
     if max(seconds) < sum(counts) / sum(speeds) * (1 + min_gain):
-        return None  # not even lanes cut as finely as one likes would gain enough
+        return None  # even a perfectly even split would gain too little
     better = assign_lanes(assignment[-1][1], speeds)
     expected = max((stop - start) / speed for (start, stop), speed in zip(better, speeds, strict=True))
     if better == tuple(assignment) or max(seconds) < expected * (1 + min_gain):
@@ -157,9 +151,9 @@ def reassign_lanes(
 def find_stragglers(
     assignment: Sequence[Span], seconds: Sequence[float], *, min_left: int = 1, factor: float = 3.0
 ) -> list[int]:
-    """Ranks that need several times as long for a lane as the middle one; the slowest first, and never so many that
-    fewer than `least` are left."""
-    paces = [second / (stop - start) for (start, stop), second in zip(assignment, seconds, strict=True)]
-    middle = sorted(paces)[(len(paces) - 1) // 2]
-    slow = sorted((rank for rank, pace in enumerate(paces) if pace > factor * middle), key=lambda rank: -paces[rank])
-    return slow[: max(0, len(paces) - max(1, min_left))]
+    """Ranks that need more than `factor` times the median time for a lane, slowest first; never so many that fewer
+    than `min_left` workers remain."""
+    per_lane = [second / (stop - start) for (start, stop), second in zip(assignment, seconds, strict=True)]
+    limit = factor * sorted(per_lane)[(len(per_lane) - 1) // 2]
+    slow = sorted((rank for rank, time in enumerate(per_lane) if time > limit), key=lambda rank: -per_lane[rank])
+    return slow[: max(0, len(per_lane) - max(1, min_left))]

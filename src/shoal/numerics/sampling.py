@@ -1,4 +1,4 @@
-"""Which samples each step sees: a pure function of (seed, pass over the data)."""
+"""The samples of each step: a pure function of (seed, pass over the data)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,28 +24,25 @@ def sequential_order(length: int) -> SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSchedule:
-    """How a data set becomes steps."""
-
     samples: int
     batch: int
     last: str  # "short" or "drop"
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.samples, self.batch)
-        return whole + (1 if rest and self.last == "short" else 0)
+        full, rest = divmod(self.samples, self.batch)
+        return full + (1 if rest and self.last == "short" else 0)
 
     def position(self, step: int) -> tuple[int, int]:
         """(pass over the data, step within it) of a step."""
         return divmod(step, self.steps_per_epoch)
 
     def samples_in_step(self, step: int) -> int:
-        """How many samples a step sees."""
         within = step % self.steps_per_epoch
         return min(self.batch, self.samples - within * self.batch)
 
     def samples_before(self, steps: int) -> int:
-        """How many samples the first `steps` steps see."""
+        """The number of samples in the first `steps` steps."""
         passes, within = divmod(steps, self.steps_per_epoch)
         per_pass = self.samples if self.last == "short" else self.steps_per_epoch * self.batch
         return passes * per_pass + min(within * self.batch, self.samples)

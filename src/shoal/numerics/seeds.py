@@ -1,4 +1,4 @@
-"""Randomness as a pure function of where in the job it is drawn, never of where it runs (EXACT rules 5 and 14).
+"""Random streams that depend on the position in the job, never on the worker (docs/exact.md, rules 5 and 14).
 
 `torch.default_generator.manual_seed` costs a microsecond; `torch.manual_seed` and `fork_rng` a hundred times that.
 """
@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
-# What a stream is drawn for. Part of the arithmetic: changing a number changes every hash.
+# The purpose of a stream. Part of the arithmetic: changing a number changes every hash.
 ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP = range(6)
 
 
 def derive(*path: int) -> int:
-    """A 63-bit seed from a path of integers; every path has a stream of its own."""
+    """A 63-bit seed from a path of integers; different paths give different streams."""
     packed = struct.pack(f"<{len(path)}q", *path)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -31,7 +31,7 @@ def seed_torch(*path: int) -> None:
 
 
 def seed_everything(*path: int) -> None:
-    """Torch's, Python's and NumPy's generators, for code that may draw from any of them (data augmentation)."""
+    """Seeds torch's, Python's and NumPy's generators, for code that may draw from any of them (data augmentation)."""
     seed = derive(*path)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -40,7 +40,7 @@ def seed_everything(*path: int) -> None:
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Leaves torch's, Python's and NumPy's generators as it found them."""
+    """Restores torch's, Python's and NumPy's generators at the end."""
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -51,11 +51,8 @@ def preserve_generators() -> Iterator[None]:
 
 
 class _SeededOperations(TorchDispatchMode):
-    """Gives each random operation a stream of its own: the k-th draws from (seed, INITIAL, k).
-
-    So a process that builds only part of a model can skip the other operations and still draw the same numbers,
-    whatever code initialises the model.
-    """
+    """Gives each random operation a stream of its own: the k-th draws from (seed, INITIAL, k). A process that builds
+    some blocks of a model can skip the other operations and still draw the same numbers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,7 +67,7 @@ class _SeededOperations(TorchDispatchMode):
 
 
 def initialise(build: Callable[[], T], seed: int) -> T:
-    """Builds a model whose initial weights depend on the seed alone, and leaves the generators alone."""
+    """Builds a model whose initial weights depend on the seed alone. Restores the generators."""
     with preserve_generators():
         seed_everything(seed, INITIAL)
         with _SeededOperations(seed):

@@ -1,4 +1,4 @@
-"""Where in the user's own code a thread or an exception is: neither in Shoal nor in a library."""
+"""Finds the line of the user's own code, outside Shoal and libraries, at which a thread or an exception is."""
 
 import linecache
 import sys
@@ -12,11 +12,8 @@ MAX_FRAMES = 12
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file belongs to the user."""
-    return not (
-        filename.startswith((PACKAGE_ROOT, "<frozen", "<string", sys.base_prefix + "/lib/python"))
-        or "site-packages" in filename
-    )
+    library = (PACKAGE_ROOT, "<frozen", "<string", sys.base_prefix + "/lib/python")
+    return not filename.startswith(library) and "site-packages" not in filename
 
 
 def format_line(filename: str, number: int | None, function: str, text: str | None) -> str:
@@ -30,7 +27,7 @@ def user_line(error: BaseException) -> list[str]:
 
 
 def user_stack(thread: int) -> tuple[str, list[str]]:
-    """The line of the user's code that a thread is at, and its stack, innermost first."""
+    """The line of the user's code at which a thread is, and its stack, innermost first."""
     frame = sys._current_frames().get(thread)
     frames = [] if frame is None else _outwards(frame)
     lines = [format_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name, _text(each)) for each in frames]
@@ -39,7 +36,7 @@ def user_stack(thread: int) -> tuple[str, list[str]]:
 
 
 def _outwards(frame: FrameType) -> Sequence[FrameType]:
-    """Up to where the worker began: a forked one has the driver's stack below its own."""
+    """The frames of the worker, innermost first: a forked process has the driver's stack below its own."""
     found: list[FrameType] = []
     here: FrameType | None = frame
     while here is not None and here.f_code.co_name != "_become_worker":

@@ -7,19 +7,17 @@ travel.
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import PendingSend
+from shoal.collectives.group import PendingSend, WorkerGroup
 from shoal.errors import JobError
 from shoal.parallel.block_graph import BlockGraph
+from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.replica import is_dense
-
-if TYPE_CHECKING:
-    from shoal.parallel.pipeline import PipelineParallel
 
 FORWARD, BACKWARD = 1 << 20, 2 << 20  # tags of messages, plus the number of the stage that they come from
 
@@ -38,10 +36,25 @@ class ActivationMeta(msgspec.Struct, frozen=True):
         return torch.empty(self.shape, dtype=dtype).to(memory_format=form)
 
 
+class StageHolder(Protocol):
+    """A worker of a pipeline, as its channel sees it."""
+
+    stages: PipelineStages
+    block_names: frozenset[str]
+    received_meta: dict[Any, list[ActivationMeta]]
+    announced: set[Any]
+
+    @property
+    def group(self) -> WorkerGroup: ...
+    @property
+    def own_stages(self) -> tuple[int, ...]: ...
+    def rank_of(self, stage: int) -> int: ...
+
+
 class StageChannel:
     """What goes from stage to stage. Stages of one worker hand it on directly."""
 
-    def __init__(self, strategy: "PipelineParallel") -> None:
+    def __init__(self, strategy: StageHolder) -> None:
         self.strategy = strategy
         self.group = strategy.group
         self._own_stages = strategy.own_stages

@@ -1,11 +1,11 @@
 """One pass through a sharded model's blocks, and back: the order in which all workers take part in every exchange.
 
-sharded.py has what is exchanged; here is when.
+zero.py has what is exchanged; here is when.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -13,16 +13,30 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.collectives.group import WorkerGroup
 from shoal.errors import JobError
 from shoal.parallel.row_shards import FullParameter
 from shoal.parallel.sharded_norm import gather_bytes
 from shoal.parallel.tensor.sharded_tensor import ShardedTensor
 
-if TYPE_CHECKING:
-    from shoal.parallel.zero import ShardedParallel
-
 ROOT = 0  # the unit of what belongs to no block
 IDLE, OVER = -1, 0  # sent in a first pass instead of a block's number: calls none; has called all
+
+
+class ShardHolder(Protocol):
+    """A worker that holds rows of the parameters, as a pass through its blocks sees it."""
+
+    level: int  # of ZeRO: 2 or 3
+    full_params: list[FullParameter]
+    block_params: dict[int, list[int]]
+    call_orders: dict[bool, list[int]]
+
+    @property
+    def shard_group(self) -> WorkerGroup: ...
+    def acquire(self, number: int) -> None: ...
+    def release(self, number: int) -> None: ...
+    def scatter_gradients(self, parameters: Sequence[int]) -> None: ...
+    def block_name(self, number: int) -> str: ...
 
 
 class BlockPass:
@@ -31,7 +45,7 @@ class BlockPass:
     Whatever all workers do together is done here, and only here in `_on` and `_back`, so in the same order everywhere.
     """
 
-    def __init__(self, strategy: "ShardedParallel", *, trains: bool, sends: bool) -> None:
+    def __init__(self, strategy: ShardHolder, *, trains: bool, sends: bool) -> None:
         """`learns`: a backward pass follows; `sends`: it is the lane's last one, and gradients go to their owners."""
         self.strategy, self.trains, self.sends = strategy, trains, sends
         self.order = strategy.call_orders.get(trains)

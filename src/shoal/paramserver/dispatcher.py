@@ -62,12 +62,7 @@ class ClientConnection:
 
 class RequestDispatcher:
     def __init__(
-        self,
-        shard: ShardHandler,
-        *,
-        token: str | None = None,
-        limits: FrameLimits | None = None,
-        ring_bytes: int = 0,
+        self, shard: ShardHandler, *, token: str | None = None, limits: FrameLimits | None = None, ring_bytes: int = 0
     ) -> None:
         self.shard = shard
         self.limits = limits or FrameLimits()

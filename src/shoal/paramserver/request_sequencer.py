@@ -14,15 +14,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from shoal.paramserver.messages import (
-    WRITES,
-    AckReply,
-    AnyReply,
-    ClientId,
-    RefusedReply,
-    ServerRequest,
-    ValuesReply,
-)
+from shoal.paramserver.messages import WRITES, AckReply, AnyReply, ClientId, RefusedReply, ServerRequest, ValuesReply
 from shoal.paramserver.replies import ReplyAddress, ShardReply
 from shoal.paramserver.request_checks import RequestRefused
 from shoal.paramserver.request_log import ClientRecord
@@ -64,13 +56,7 @@ class RequestSequencer(ABC):
         return replies
 
     def handle(
-        self,
-        client: ClientId,
-        tag: int,
-        sequence: int,
-        generation: int,
-        request: ServerRequest,
-        tensors: Tensors = (),
+        self, client: ClientId, tag: int, sequence: int, generation: int, request: ServerRequest, tensors: Tensors = ()
     ) -> list[ShardReply]:
         """Handles a request; returns the replies that can be sent now. Their tensors are valid until the next call."""
         address = ReplyAddress(client, tag, sequence)

@@ -1,1 +1,1 @@
-"""What is known before a run is paid for: the cluster, the cost of a step, the search, the simulation."""
+"""Answers what a run would cost before it starts: cluster descriptions, step costs, plan search, simulation."""

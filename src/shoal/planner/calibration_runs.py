@@ -1,4 +1,4 @@
-"""What runs have shown of their predictions: read from their folders, for `--calibrate RUN…`."""
+"""Reads calibrations for `--calibrate RUN…` from the folders of finished runs, or from a saved file."""
 
 import os
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from shoal.errors import InputError
 from shoal.planner.cost.calibrate import NO_CALIBRATION, Calibration, ObservedRun, fit_calibration
 from shoal.report.run_folder import RunFolder, find_run
 
-# A line of the report -> the constant that it tells of. Waiting follows from the others.
+# Term of the report -> the calibration constant that it measures. The term "waiting" follows from the others.
 FACTOR_OF_TERM = {"compute": "compute", "traffic": "traffic", "optimizer": "optimizer", "rest": "step"}
 
 
 def load_calibration(names: Sequence[str], cluster: str | None = None) -> Calibration:
-    """Of runs, or of one file that holds a calibration. `cluster`: the one that is to be predicted for."""
+    """Fits a calibration to runs, or reads one saved file. `cluster` names the cluster to predict for."""
     if len(names) == 1 and names[0].endswith(".json"):
         return _checked(read_calibration(Path(names[0])), names[0], cluster)
     found = [observe_run(find_run(name)) for name in names]
@@ -24,7 +24,7 @@ def load_calibration(names: Sequence[str], cluster: str | None = None) -> Calibr
 
 
 def _same_cluster(runs: Sequence[ObservedRun], cluster: str | None) -> str | None:
-    """A file is the same by whatever path it is named."""
+    """Returns the name under which the runs know `cluster`: two paths may name one file."""
     known = [each.cluster for each in runs if cluster is not None and _file(each.cluster) == _file(cluster)]
     return known[0] if known else cluster
 
@@ -36,28 +36,27 @@ def _file(name: str) -> str:
 def _checked(found: Calibration, name: str, cluster: str | None) -> Calibration:
     if cluster is not None and _file(found.cluster) != _file(cluster):
         raise InputError(
-            f"{name} calibrates cluster {found.cluster}, and {cluster} is to be predicted for",
+            f"{name} calibrates cluster {found.cluster}, but the prediction is for {cluster}",
             fix=f"--cluster {found.cluster}, or runs that were predicted for {cluster}",
         )
     return found
 
 
 def observe_run(folder: RunFolder) -> ObservedRun:
-    """What one run says. One that has nothing to say is an error."""
+    """Returns one run's predicted and measured terms. Raises InputError for a run that has no prediction or no step."""
     prediction, report = _read(folder.prediction, folder), _read(folder.report, folder)
-    if prediction.get("reason") or not prediction.get("seconds"):
+    if (reason := prediction.get("reason")) or not prediction.get("seconds"):
+        why = reason or "its prediction.json has no seconds"
+        raise InputError(f"run {folder.id} has no prediction: {why}", fix="another run")
+    recorded = report.get("prediction") or {}
+    if not recorded.get("lines") or not report.get("steps") or recorded["step_ms"]["measured"] is None:
         raise InputError(
-            f"run {folder.id} was not predicted: {prediction.get('reason') or 'its prediction.json has no seconds'}",
-            fix="another run",
+            f"run {folder.id} has no step to compare with its prediction", fix="a run that trained for some steps"
         )
-    told = report.get("prediction") or {}
-    if not told.get("lines") or not report.get("steps") or told["step_ms"]["measured"] is None:
-        raise InputError(f"run {folder.id} came to no step that its prediction could be compared with",
-                         fix="a run that trained for some steps")  # fmt: skip
-    lines = {FACTOR_OF_TERM[name]: line for name, line in told["lines"].items() if name in FACTOR_OF_TERM}
+    lines = {FACTOR_OF_TERM[name]: line for name, line in recorded["lines"].items() if name in FACTOR_OF_TERM}
     predicted = {name: line["predicted_ms"] / 1000 for name, line in lines.items()}
     measured = {name: line["measured_ms"] / 1000 for name, line in lines.items()}
-    memory = told["memory"]
+    memory = recorded["memory"]
     if memory and memory["measured_bytes"]:
         predicted["memory"], measured["memory"] = memory["predicted_bytes"], memory["measured_bytes"]
     used = {name: value for name, value in prediction.get("constants", {}).items() if name in NO_CALIBRATION.constants}
@@ -75,15 +74,11 @@ def _read(path: Path, folder: RunFolder) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
-        why = "was not predicted" if path == folder.prediction else "has no report: it goes on, or was killed"
-        raise InputError(
-            f"run {folder.id} {why} (there is no {path.name})", fix="a run of shoal train that has ended"
-        ) from None
+        why = "no prediction" if path == folder.prediction else "no report: it still runs, or was killed"
+        message = f"run {folder.id} has {why} ({path.name} is missing)"
+        raise InputError(message, fix="a run of shoal train that has ended") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-
-
-# -- kept in a file ---------------------------------------------------------------------------------------------------
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -1,5 +1,7 @@
-"""The work of a job, or of a script with its own loop, before anything of it runs: what `shoal estimate`, `plan` and
-`predict` begin with. Nothing large is allocated."""
+"""Traces the work of a job, or of a script with its own loop, for `shoal estimate`, `plan` and `predict`.
+
+Nothing large is allocated.
+"""
 
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +30,12 @@ from shoal.report import human
 from shoal.worker.memory import state_factor
 from shoal.worker.model_partition import as_computed, sketch_model
 
-OWN_LOOP = "a loop of its own is spread over replicas (data) alone; a shoal.Job can be cut in every way"
-MAX_REAL_BYTES = 256 << 20  # of weights: a model no larger is run once where shapes are not enough
+OWN_LOOP = "a script with its own loop runs as replicas (data) only; a shoal.Job supports every layout"
+MAX_REAL_BYTES = 256 << 20  # of weights: a model up to this size runs once for real where shapes are not enough
 
 
 def workload_of(job: Job, source: DataSource) -> Workload:
-    """Of one microbatch of the job, loss included. Generators stay as they are; what the job's code prints is dropped:
-    training will print it."""
+    """Traces one microbatch of the job, loss included. Generators keep their state; prints are dropped."""
     made = sketch_model(job)
     model = as_computed(job, made.model)
     with preserve_generators(), redirect_stdout(io.StringIO()):
@@ -44,7 +45,7 @@ def workload_of(job: Job, source: DataSource) -> Workload:
 
 
 def workload_of_script(path: str, arguments: Sequence[str] = ()) -> Workload:
-    """Of a script that calls `shoal.join`: it is played up to its first `run.backward`."""
+    """Traces a script that calls `shoal.join`, run up to its first `run.backward`."""
 
     def look(found: TracedScript) -> Workload:
         batch = fake_batch(microbatch_of(found.job, found.source), found.mode)
@@ -67,7 +68,7 @@ def microbatch_of(job: Job, source: DataSource) -> Any:
 def _workload(
     job: Job, traced: TracedModel, model: nn.Module, optimizer: Callable[[Any], Optimizer], *, masters: bool = False
 ) -> Workload:
-    """`model`: with the weights that it computes with."""
+    """`model` holds the weights that it computes with."""
     parameters = list(model.named_parameters())
     count = sum(each.numel() for _, each in parameters) or 1
     weight_bytes = sum(each.nbytes for _, each in parameters) / count
@@ -92,40 +93,41 @@ def _workload(
 
 
 def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> TracedModel:
-    sliced = _tensor_cut(job, model, Objective(job, nn.Module()).inputs(batch))
+    cut = _tensor_cut(job, model, Objective(job, nn.Module()).inputs(batch))
     mode = fake_mode()
     try:
         with mode:
-            return _trace(job, fake_copy(model, mode), blocks, fake_batch(batch, mode), sliced)
+            return _trace(job, fake_copy(model, mode), blocks, fake_batch(batch, mode), cut)
     except JobError as error:
         if error.__cause__ is None or not needs_values(error.__cause__):
             raise
         size = sum(each.nbytes for each in model.parameters())
         if size > MAX_REAL_BYTES:
-            limit = f"{human.size(size)} of weights are too many to run it once instead (at most"
-            message = f"{error.message}; {limit} {human.size(MAX_REAL_BYTES)})"
-            raise JobError(message, where=error.where, fix=error.fix) from error.__cause__
-        note = f"it was run once, with weights of {human.size(size)}, since shapes are not enough: {error.message}"
+            limit = (
+                f"running it once instead needs {human.size(size)} of weights, more than {human.size(MAX_REAL_BYTES)}"
+            )
+            raise JobError(f"{error.message}; {limit}", where=error.where, fix=error.fix) from error.__cause__
+        note = f"the model ran once, with weights of {human.size(size)}, since shapes are not enough: {error.message}"
     real = sketch_model(job)
     real.install(name for name, _ in (*real.model.named_parameters(), *real.model.named_buffers()))
     if job.precision == "bf16-weights":
         to_bfloat16(real.model)
-    traced = _trace(job, real.model, blocks, batch, sliced)
+    traced = _trace(job, real.model, blocks, batch, cut)
     return replace(traced, notes=(note, *traced.notes))
 
 
-def _trace(job: Job, model: nn.Module, blocks: BlockList, batch: Any, sliced: TensorCut) -> TracedModel:
+def _trace(job: Job, model: nn.Module, blocks: BlockList, batch: Any, cut: TensorCut) -> TracedModel:
     objective = Objective(job, model)
-    return trace(model, blocks, lambda: _loss(objective(batch)), inputs=batch, cut=sliced)
+    return trace(model, blocks, lambda: _loss(objective(batch)), inputs=batch, cut=cut)
 
 
 def _loss(given: Any) -> Tensor:
-    """A count is a number that only a run knows; the loss alone is derived."""
+    """The loss alone of `(loss, count)`: only the loss has a backward pass."""
     return read_loss(given[0] if isinstance(given, tuple) and len(given) == 2 else given, "estimate")[0]
 
 
 def _tensor_cut(job: Job, model: nn.Module, inputs: Sequence[Any]) -> TensorCut:
-    """What two slices would share; nothing where tensor parallelism cannot be used."""
+    """What tensor parallelism over two workers would divide; nothing where it is not possible."""
     try:
         rules = find_rules(model, inputs, 2, job.tensor_rules)
     except ShoalError:
@@ -138,14 +140,14 @@ def _tensor_cut(job: Job, model: nn.Module, inputs: Sequence[Any]) -> TensorCut:
 
 
 def _same_optimizer(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
-    """One of the same class with the same settings, for other weights."""
+    """Builds optimizers of the same class with the same settings, for other weights."""
 
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         kind: Any = type(optimizer)
         weights = [each for _, each in named]
         try:
             return kind(weights, **optimizer.defaults)  # type: ignore[no-any-return]
-        except TypeError:  # settings that are no arguments, or none
+        except TypeError:  # some defaults are not arguments of the constructor
             return kind(weights, lr=optimizer.defaults.get("lr", 1e-3))  # type: ignore[no-any-return]
 
     return build

@@ -1,9 +1,9 @@
-"""A script with its own loop, played up to its first `run.backward` and no further.
+"""Runs a script with its own loop up to its first `run.backward`, without memory for its weights.
 
-Parameters that modules get while it runs are fake: they have shapes and no memory. Data is real, as the script makes
-it. `shoal.join` gives it a stand-in of a run that trains nothing; at the first `run.backward` whoever wanted to know
-looks at what is there, and the script ends. What it has changed in this process (arguments, paths, generators, torch's
-settings) is put back; what it has printed is dropped. A file that the script itself writes before is written.
+Parameters that modules register are fake: they have shapes and no memory. The data is real. `shoal.join` returns a
+stand-in run that trains nothing; at the first `run.backward` a callback inspects the script, and the script ends.
+Process-wide settings that the script changes (arguments, paths, generators, torch's settings) are restored, and its
+prints are dropped. Files that the script writes before that point stay.
 """
 
 import ast
@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TracedScript:
-    """What a script has by its first `run.backward`."""
+    """A script's objects at its first `run.backward`."""
 
     job: Job  # its arithmetic: batch, lanes, microbatches
     model: nn.Module
@@ -48,33 +48,31 @@ class TracedScript:
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether a file calls `shoal.join` and makes no job. It is read, not run."""
+    """Whether a file calls `shoal.join` and makes no job. Parses the file and does not run it."""
     try:
-        calls = [
-            node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
-        ]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return False
-    names = {_shoal_call(call) for call in calls}
+    names = {_shoal_call(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     return "join" in names and "Job" not in names
 
 
 def _shoal_call(call: ast.expr) -> str:
-    """Of shoal's own: `shoal.join(…)`, or `join(…)` that was imported."""
+    """The name in `shoal.NAME(…)`, or in `NAME(…)` of an imported name."""
     if isinstance(call, ast.Attribute):
         return call.attr if isinstance(call.value, ast.Name) and call.value.id == "shoal" else ""
     return call.id if isinstance(call, ast.Name) else ""
 
 
 def run_until_backward(path: str, arguments: Sequence[str], look: Callable[[TracedScript], T]) -> T:
-    """What `look` makes of the script at its first `run.backward`."""
+    """Runs the script to its first `run.backward` and returns `look(script)`."""
     script = Path(path)
     if not script.is_file():
         near = get_close_matches(script.name, [other.name for other in script.parent.glob("*.py")], n=1)
         raise InputError(f"there is no file {path}", fix=f"did you mean {script.parent / near[0]}?" if near else None)
     mode = fake_mode()
-    stage = _ScriptTracer(mode, look)
-    with _restored_process(), _fake_parameters(mode), _patched_join(stage.join):
+    tracer = _ScriptTracer(mode, look)
+    with _restored_process(), _fake_parameters(mode), _patched_join(tracer.join):
         try:
             sys.argv = [path, *arguments]
             sys.path.insert(0, str(script.parent.resolve()))
@@ -92,9 +90,9 @@ def run_until_backward(path: str, arguments: Sequence[str], look: Callable[[Trac
             raise InputError(f"{path} is not valid Python: {error.msg}", where=where) from None
         except Exception as error:
             raise _failed(path, error) from error
-    joined = "it joins, but its loop calls no run.backward" if stage.joined else "it does not call shoal.join"
+    cause = "it joins, but its loop calls no run.backward" if tracer.joined else "it does not call shoal.join"
     raise InputError(
-        f"{path} ended before a first run.backward: {joined}",
+        f"{path} ended before a first run.backward: {cause}",
         fix="run = shoal.join(model, optimizer, loader), and loss = run.backward(batch, closure) in the loop",
     )
 
@@ -103,15 +101,15 @@ def _failed(path: str, error: Exception) -> InputError:
     text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if needs_values(error):
         return InputError(
-            f"{path} cannot be followed without its weights: {text}",
+            f"{path} cannot be traced without the values of its weights: {text}",
             where=user_line(error),
-            fix="nothing before the first run.backward that needs the values of weights",
+            fix="move what reads the values of weights behind the first run.backward",
         )
     return InputError(f"{path} fails before its first run.backward: {text}", where=user_line(error))
 
 
 class _TraceComplete(BaseException):
-    """All is known; the script's own `except Exception` does not hold it up."""
+    """Ends the script with its result. A BaseException, so that the script's `except Exception` does not catch it."""
 
     def __init__(self, found: Any) -> None:
         self.found = found
@@ -145,7 +143,7 @@ class _ScriptTracer:
 
 
 class _FakeRun:
-    """A run that trains nothing, as its loop sees it."""
+    """Stands in for the run that a script's loop uses; trains nothing."""
 
     leader, rank, workers, step, epoch, loss, stopped = True, 0, 1, 0, 0, None, None
 
@@ -175,9 +173,6 @@ class _FakeRun:
         return None
 
 
-# -- this process, for a while ----------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _patched_join(join: Callable[..., Any]) -> Iterator[None]:
     package, module = sys.modules["shoal"], sys.modules["shoal.worker.join"]
@@ -191,9 +186,9 @@ def _patched_join(join: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_parameters(mode: Any) -> Iterator[None]:
-    """Parameters lose their memory when a module gets them: until then torch has at most promised it."""
+    """Replaces each parameter by a fake one when a module registers it, and torch.compile by the identity."""
     register, compile_ = nn.Module.register_parameter, torch.compile
-    known: dict[int, tuple[Any, nn.Parameter]] = {}  # one that several modules share stays one
+    known: dict[int, tuple[Any, nn.Parameter]] = {}  # a parameter that several modules share stays one
 
     def register_fake(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, nn.Parameter) and type(param.data) is torch.Tensor:
@@ -223,15 +218,11 @@ def _restored_process() -> Iterator[None]:
         finally:
             sys.argv[:], sys.path[:] = argv, path
             os.chdir(folder)
-            _set(variables)
+            for name in os.environ.keys() - variables.keys():
+                del os.environ[name]
+            os.environ.update(variables)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(grad)
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
-
-
-def _set(variables: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)

@@ -1,40 +1,12 @@
-"""What is known of a run so far, added up from its events. No I/O; live view and closing report are drawn from it."""
+"""Totals of a run so far, from its events. Pure; the live view and the closing report are drawn from them."""
 
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shoal.report import events
 from shoal.report.commits import CommitLog
-from shoal.report.events import (
-    AnyEvent,
-    CheckpointSaved,
-    LaneCost,
-    LanesAssigned,
-    MembershipChanged,
-    ModelEvaluated,
-    ModelShardReported,
-    PushesLost,
-    RunFinished,
-    RunPredicted,
-    RunRecovered,
-    RunResumed,
-    RunStarted,
-    SaveFailed,
-    ServerLost,
-    ServerReported,
-    ServersRolledBack,
-    ServerStarted,
-    StateTransferred,
-    StepsCommitted,
-    StepSkipped,
-    TimeSpent,
-    TrafficReported,
-    WorkerExited,
-    WorkerFailed,
-    WorkerFinished,
-    WorkerPrinted,
-    WorkerStarted,
-)
+from shoal.report.events import StepsCommitted, TimeSpent
 from shoal.report.incidents import Incident, IncidentLog
 from shoal.report.participation import TAKES_PART, MembershipHistory, participation_span
 from shoal.report.servers import ServerTally
@@ -45,52 +17,51 @@ LOSSES_KEPT = 256
 
 
 class RecentSteps:
-    """The last messages of a worker that together cover about `RECENT_STEPS` steps."""
+    """The last events of a worker that together cover about `RECENT_STEPS` steps."""
 
     def __init__(self) -> None:
-        self._messages: deque[StepsCommitted] = deque()
-        self._spent: TimeSpent | None = TimeSpent()  # the sum, once asked for
+        self._events: deque[StepsCommitted] = deque()
+        self._spent: TimeSpent | None = TimeSpent()  # cached sum
         self.steps = 0
 
-    def add(self, message: StepsCommitted) -> None:
-        self._messages.append(message)
+    def add(self, event: StepsCommitted) -> None:
+        self._events.append(event)
         self._spent = None
-        self.steps += message.count
-        while self.steps - self._messages[0].count >= RECENT_STEPS:
-            self.steps -= self._messages.popleft().count
+        self.steps += event.count
+        while self.steps - self._events[0].count >= RECENT_STEPS:
+            self.steps -= self._events.popleft().count
 
     @property
     def time_spent(self) -> TimeSpent:
         if self._spent is None:
-            self._spent = sum((message.spent for message in self._messages), TimeSpent())
+            self._spent = sum((event.spent for event in self._events), TimeSpent())
         return self._spent
 
     @property
     def seconds(self) -> float:
-        """With what was lost."""
-        return self.time_spent.total + sum(message.lost_seconds for message in self._messages)
+        """Includes lost seconds."""
+        return self.time_spent.total + sum(event.lost_seconds for event in self._events)
 
     @property
     def wall_seconds(self) -> float:
-        """By the clock: where several tell at once, their seconds overlap."""
-        begins = (message.time - message.spent.total - message.lost_seconds for message in self._messages)
-        ends = (message.time for message in self._messages)
-        return max(ends, default=0.0) - min(begins, default=0.0)
+        """By the clock, for workers whose steps overlap."""
+        ends = (event.time for event in self._events)
+        return max(ends, default=0.0) - min((event.began for event in self._events), default=0.0)
 
     @property
     def samples(self) -> int:
-        return sum(message.samples for message in self._messages)
+        return sum(event.samples for event in self._events)
 
     @property
     def slowest(self) -> Counter[int]:
         counts: Counter[int] = Counter()
-        for message in self._messages:
-            counts.update(message.slowest)
+        for event in self._events:
+            counts.update(event.slowest)
         return counts
 
     @property
     def seconds_per_lane(self) -> float | None:
-        held = sum(message.count * _num_lanes(message) for message in self._messages)
+        held = sum(event.count * _num_lanes(event) for event in self._events)
         spent = self.time_spent
         return (spent.data + spent.compute) / held if held else None
 
@@ -104,12 +75,12 @@ class WorkerTally:
     incarnation: int = 0
     lanes: tuple[int, int] = (0, 0)
     steps: int = 0
-    lane_steps: int = 0  # lanes computed, over all steps; the deal may change on the way
+    lane_steps: int = 0  # lanes computed, over all steps; the assignment may change
     time_spent: TimeSpent = field(default_factory=TimeSpent)
     recent: RecentSteps = field(default_factory=RecentSteps)
     memory: int = 0
     peak_memory: int = 0
-    times_slowest: int = 0  # steps to which it came last
+    times_slowest: int = 0  # steps in which it was last
     exit_code: int | None = None
 
     @property
@@ -118,10 +89,10 @@ class WorkerTally:
 
 
 class LossHistory:
-    """The whole history of the loss in a bounded number of points: when full, every second one is dropped."""
+    """The loss over the whole run in a bounded number of points: when full, every second one is dropped."""
 
     def __init__(self) -> None:
-        self.timed: list[tuple[float, int, float]] = []  # (time, step, loss), as they were told
+        self.timed: list[tuple[float, int, float]] = []  # (time, step, loss), in order of arrival
         self._stride = 1
         self._seen = 0
 
@@ -140,148 +111,130 @@ class LossHistory:
 
 
 class RunTally:
-    """The whole of a run, whoever spoke for it. Counted apart: who is alive, who takes part, what was committed."""
-
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
-        self.started: RunStarted | None = None
-        self.predicted: RunPredicted | None = None
+        self.started: events.RunStarted | None = None
+        self.predicted: events.RunPredicted | None = None
         self.workers: dict[int, WorkerTally] = {}
         self.commits: CommitLog | UpdateLog = CommitLog()
         self.servers = ServerTally()
         self.incident_log = IncidentLog()
         self.recent = RecentSteps()  # of the leaders
-        self.leader: int | None = None  # the worker that spoke for the run last
         self.epoch = 0
         self.loss: float | None = None
         self.losses = LossHistory()
         self.learning_rate: float | None = None
         self.training_began: float | None = None
-        self.evaluated: ModelEvaluated | None = None
-        self.evaluation_seconds = 0.0  # of all of them
-        self.target_reached: ModelEvaluated | None = None
-        self.assignments: list[LanesAssigned] = []
-        self.saved: list[CheckpointSaved] = []
-        self.save_failed: list[SaveFailed] = []
-        self.skipped: list[StepSkipped] = []
-        self.resumed: RunResumed | None = None
-        self.traffic: dict[int, TrafficReported] = {}  # by rank, the last word of each
-        self.lane_cost: LaneCost | None = None
-        self.model_shards: dict[int, ModelShardReported] = {}
-        self.failures: list[WorkerFailed] = []
-        self.exits: list[WorkerExited] = []
-        self.finished: dict[int, WorkerFinished] = {}
-        self.outcome: str | None = None  # told by the driver, at the end
-        self.prints = 0
+        self.evaluated: events.ModelEvaluated | None = None
+        self.evaluation_seconds = 0.0  # of all evaluations
+        self.target_reached: events.ModelEvaluated | None = None
+        self.assignments: list[events.LanesAssigned] = []
+        self.saved: list[events.CheckpointSaved] = []
+        self.save_failed: list[events.SaveFailed] = []
+        self.skipped: list[events.StepSkipped] = []
+        self.resumed: events.RunResumed | None = None
+        self.traffic: dict[int, events.TrafficReported] = {}  # rank -> its last report
+        self.lane_cost: events.LaneCost | None = None
+        self.model_shards: dict[int, events.ModelShardReported] = {}
+        self.failures: list[events.WorkerFailed] = []
+        self.exits: list[events.WorkerExited] = []
+        self.finished: dict[int, events.WorkerFinished] = {}
+        self.outcome: str | None = None  # from the driver, at the end
         self.last_time: float | None = None
 
-    def add(self, event: AnyEvent) -> None:
-        if isinstance(event, RunStarted) and self.started is not None:
+    def add(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.RunStarted) and self.started is not None:
             if event.previous_layout:
                 self._change_layout()
             else:
-                self._clear()  # a run that was taken up again, read from its file: only the last sitting counts
+                self._clear()  # the events of a resumed run: only those since the resumption count
         self.last_time = max(event.time, self.last_time or event.time)
         self.incident_log.add(event)
+        self.commits.add(event)
+        self.servers.add(event)
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 if self.started is None and is_queue_mode(event.sync_mode):
                     self.commits = UpdateLog()
                 self.started = event
                 self.servers.count = event.servers
-            case RunPredicted():
+            case events.RunPredicted():
                 self.predicted = event
-            case WorkerStarted():
+            case events.WorkerStarted():
                 worker = self._worker(event.rank)
                 worker.host, worker.pid, worker.fingerprint = event.host, event.pid, event.fingerprint
                 worker.incarnation, worker.exit_code = event.incarnation, None
-                self.commits.add(event)
             case StepsCommitted():
                 self._add_steps(event)
-            case ModelEvaluated():
-                if (
-                    self.evaluated is None or event.step >= self.evaluated.step or not self.is_queue
-                ):  # the last one done
+            case events.ModelEvaluated():
+                # In a queue, evaluations may arrive out of order.
+                if self.evaluated is None or event.step >= self.evaluated.step or not self.is_queue:
                     self.evaluated = event
                 self.evaluation_seconds += event.seconds
                 if event.target_reached and self.target_reached is None:
                     self.target_reached = event
-            case LanesAssigned():
+            case events.LanesAssigned():
                 self.assignments.append(event)
                 for rank, lanes in zip(event.members or range(len(event.assignment)), event.assignment, strict=True):
                     self._worker(rank).lanes = lanes
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self.saved.append(event)
-            case SaveFailed():
+            case events.SaveFailed():
                 self.save_failed.append(event)
-            case RunResumed():
+            case events.RunResumed():
                 self.resumed = event
-                self.commits.add(event)
-            case StepSkipped():
+            case events.StepSkipped():
                 self.skipped.append(event)
-            case TrafficReported():
+            case events.TrafficReported():
                 self.traffic[event.rank] = event
-            case ModelShardReported():
+            case events.ModelShardReported():
                 self.model_shards[event.rank] = event
-            case LaneCost():
+            case events.LaneCost():
                 self.lane_cost = event
-            case WorkerFailed():
+            case events.WorkerFailed():
                 self.failures.append(event)
-            case WorkerFinished():
+            case events.WorkerFinished():
                 self.finished[event.rank] = event
-                self.commits.add(event)
-            case MembershipChanged() | StateTransferred():
-                self.commits.add(event)
-            case ServerStarted() | PushesLost() | ServerReported():
-                self.servers.add(event)
-            case ServersRolledBack() | ServerLost():
-                self.servers.add(event)
-                self.commits.add(event)
-            case RunRecovered():
-                self.commits.recovered(event.seconds)
-            case WorkerExited():
+            case events.WorkerExited():
                 worker = self._worker(event.rank)
                 if event.incarnation >= worker.incarnation:
                     worker.exit_code = event.code
                 self.exits.append(event)
-            case WorkerPrinted():
-                self.prints += 1
-            case RunFinished():
+            case events.RunFinished():
                 self.outcome = event.outcome
 
     def _change_layout(self) -> None:
-        """Another layout: what was committed and what happened stays; what workers held and took begins anew."""
-        self.workers, self.recent, self.leader, self.evaluation_seconds = {}, RecentSteps(), None, 0.0
+        """Commits and incidents stay; what belongs to the workers of the old layout goes."""
+        self.workers, self.recent, self.evaluation_seconds = {}, RecentSteps(), 0.0
         self.assignments, self.traffic, self.model_shards, self.lane_cost, self.predicted = [], {}, {}, None, None
         self.failures, self.exits, self.finished = [], [], {}
 
     @property
     def step(self) -> int:
-        """Committed so far; falls only when the state was lost with all who had it."""
+        """Committed so far; falls only when all workers with the state were lost."""
         return self.commits.step
 
     @property
     def steps(self) -> int:
-        """Committed in this sitting; a resumed run has more."""
+        """Committed since the run started or resumed."""
         return self.commits.steps
 
     @property
     def samples(self) -> int:
-        """Of these steps."""
+        """Of `steps`."""
         return self.commits.samples
 
     @property
     def ranks(self) -> list[WorkerTally]:
-        """All that ever took part."""
+        """All workers that ever took part."""
         return [self.workers[rank] for rank in sorted(self.workers)]
 
     @property
     def members(self) -> list[WorkerTally]:
-        """The members of the epoch: those that take part, or did at the end."""
-        members = self.incident_log.membership.members
-        return [worker for worker in self.ranks if worker.rank in members]
+        """The members of the present or last generation."""
+        return [worker for worker in self.ranks if worker.rank in self.membership.members]
 
     @property
     def membership(self) -> MembershipHistory:
@@ -293,7 +246,7 @@ class RunTally:
 
     @property
     def num_workers(self) -> int:
-        """How many the run should have."""
+        """How many workers the run should have."""
         return self.membership.wanted or len(self.workers)
 
     @property
@@ -316,46 +269,46 @@ class RunTally:
 
     @property
     def unfinished(self) -> list[int]:
-        """Members of the last epoch that have not come to their end. Whoever was lost before is none of them, nor who
-        died when others had finished and the result was safe."""
+        """Members of the last generation that have not finished, except those that died after a checkpoint of the
+        result was written."""
         safe = any(saved.step >= each.step for each in self.finished.values() for saved in self.saved)
         late = {each.rank for each in self.silent_exits} if safe else set()
         return [rank for rank in self.membership.members if rank not in self.finished and rank not in late]
 
     @property
-    def open_failures(self) -> list[WorkerFailed]:
-        """Errors that nobody made good: not those of a worker that is a member no longer, or has finished since."""
+    def open_failures(self) -> list[events.WorkerFailed]:
+        """Errors of workers that have not finished since, unless the run finished without them."""
         members = self.membership.members
 
-        def settled(failure: WorkerFailed) -> bool:
+        def resolved(failure: events.WorkerFailed) -> bool:
             finished = self.finished.get(failure.rank)
             if finished is not None:
                 return finished.time >= failure.time
             return failure.rank not in members and not self.unfinished and bool(self.finished)
 
-        return [failure for failure in self.failures if not settled(failure)]
+        return [failure for failure in self.failures if not resolved(failure)]
 
     @property
-    def silent_exits(self) -> list[WorkerExited]:
-        """Processes that ended badly and were members to the last: nobody came in their place."""
-        members = self.membership
+    def silent_exits(self) -> list[events.WorkerExited]:
+        """Processes that failed as members and were not replaced."""
+        membership = self.membership
         return [
             each
             for each in self.exits
             if each.code != 0
-            and each.incarnation >= members.incarnation_of(each.rank)
-            and (each.rank in members.members or not members.members)
+            and each.incarnation >= membership.incarnation_of(each.rank)
+            and (each.rank in membership.members or not membership.members)
             and not (each.code is None and each.rank in self.finished)
         ]
 
     @property
     def is_queue(self) -> bool:
-        """Workers take steps from one queue, and each speaks for its own."""
+        """Whether workers take steps from one queue, so that each reports its own."""
         return isinstance(self.commits, UpdateLog)
 
     @property
     def seconds(self) -> float:
-        """Time of training: what the leaders' steps took, and what was lost between them; of a queue the wall clock."""
+        """Time of training: the leaders' steps and the time lost between them; in a queue the wall clock."""
         return self.commits.seconds
 
     @property
@@ -398,13 +351,10 @@ class RunTally:
         worker.recent.add(event)
         worker.memory = event.memory_bytes
         worker.peak_memory = max(worker.peak_memory, event.memory_bytes)
-        self.commits.add(event)
         if not event.leader:
             return
-        began = event.time - event.spent.total - event.lost_seconds
-        if self.training_began is None or (self.is_queue and began < self.training_began):
-            self.training_began = began
-        self.leader = event.rank
+        if self.training_began is None or (self.is_queue and event.began < self.training_began):
+            self.training_began = event.began
         self.recent.add(event)
         self.epoch = event.epoch
         self.loss = event.loss

@@ -1,4 +1,4 @@
-"""Lines over numbers: drawn in the terminal, or as a picture (SVG, PNG) by matplotlib, which is loaded only then."""
+"""Line charts, drawn as text in the terminal or as a picture (SVG, PNG, PDF) by matplotlib."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ class Chart:
     x_label: str
     y_label: str
     x: Sequence[float]
-    lines: Mapping[str, Sequence[float | None]]  # the first is the one that matters
+    lines: Mapping[str, Sequence[float | None]]  # the main one first
     log_x: bool = False
-    log_y: bool = False  # else y begins at 0: small differences are to look small
+    log_y: bool = False  # else y begins at 0
     ticks: Sequence[float] = ()  # of the x axis; empty: at every x
-    points: bool = True  # in a picture every value has a mark; False: there are many, and lines alone will do
+    points: bool = True  # a mark at every value of a picture
 
 
 # -- in the terminal --------------------------------------------------------------------------------------------------
 
 
 def text(chart: Chart, *, width: int = 72, height: int = 14) -> str:
-    """A grid with a marker at each value; the first line is joined by dots, and its markers lie on top.
+    """A grid with a marker at each value. The first line is joined by dots, and its markers are on top.
 
     speed-up
       4 ┤      ◆
@@ -74,17 +74,9 @@ def text(chart: Chart, *, width: int = 72, height: int = 14) -> str:
     drawn = [
         f"{labels.get(n, ''):>{margin}} {'┤' if n in labels else '│'}{''.join(line)}" for n, line in enumerate(grid)
     ]
-    legend = "   ".join(f"{marker} {name}" for marker, (name, _) in marked)
-    return "\n".join(
-        line.rstrip()
-        for line in (
-            chart.title,
-            chart.y_label,
-            *drawn,
-            *_axis(chart, column, margin, columns),
-            f"{'':{margin + 2}}{legend}",
-        )
-    )
+    legend = f"{'':{margin + 2}}" + "   ".join(f"{marker} {name}" for marker, (name, _) in marked)
+    lines = (chart.title, chart.y_label, *drawn, *_axis(chart, column, margin, columns), legend)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _axis(chart: Chart, column: Any, margin: int, columns: int) -> list[str]:
@@ -105,7 +97,7 @@ def _place(value: float, low: float, high: float, cells: int) -> int:
 
 
 def round_ticks(most: float, wanted: int = 8) -> list[float]:
-    """From 0 up to the largest, by 1, 2 or 5 times a power of ten."""
+    """Ticks from 0 to the largest value, in steps of 1, 2 or 5 times a power of ten."""
     if not most > 0:
         return [0.0]
     unit = 10.0 ** math.floor(math.log10(most / wanted))
@@ -123,18 +115,16 @@ def number(value: float) -> str:
 
 
 def new_figure(width: float = 8.0, height: float = 5.0) -> Any:
-    """A matplotlib figure that belongs to no window; an InputError where matplotlib is missing."""
+    """A matplotlib figure without a window."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError(
-            "pictures are drawn by matplotlib, which is missing", fix="pip install 'shoal[plots]'"
-        ) from None
+        raise InputError("a picture needs matplotlib, which is missing", fix="pip install 'shoal[plots]'") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw(chart: Chart, axes: Any) -> None:
-    """The same lines on matplotlib's axes."""
+    """Draws the lines on matplotlib's axes."""
     styles = ["-o", "--", ":", "-."]
     for n, (name, line) in enumerate(chart.lines.items()):
         points = [(x, y) for x, y in zip(chart.x, line, strict=True) if y is not None]
@@ -156,7 +146,7 @@ def draw(chart: Chart, axes: Any) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Before anything is computed: whether a picture can be written there."""
+    """Raises if no picture can be written to this path. To be called before long computations."""
     if path.suffix.lower() not in PICTURES:
         raise InputError(f"a picture is {', '.join(PICTURES)}, not {path.name}", fix=f"{path.stem or 'curve'}.svg")
     if not path.parent.is_dir():
@@ -165,7 +155,7 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """The same figure gives the same file: no dates, no random names."""
+    """Writes the figure. The same figure gives the same file: no dates, no random names."""
     import matplotlib
 
     check_picture(path)
@@ -178,7 +168,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def save_charts(charts: Sequence[Chart], path: Path) -> None:
-    """Side by side in one picture."""
+    """Writes the charts side by side into one picture."""
     figure = new_figure(width=6.0 * len(charts), height=4.5)
     for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
         draw(chart, axes)

@@ -1,4 +1,4 @@
-"""Runs side by side, from their folders: speed, loss over time, time to the target, and which one did best."""
+"""Compares runs by their folders: speed, loss over time, time to the target, and the best of them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ from shoal.report.events import AnyEvent, RunStarted, StepsCommitted
 from shoal.report.run_folder import RunFolder
 from shoal.report.servers import GRADIENT_REFUSALS
 
-NEAR_RATIO = 1.05  # times the best: an exact run that comes so near is the better choice
-LAST_SHARE = 0.1  # of a curve's points, whose mean is its loss at a moment: single losses are noise
+NEAR_RATIO = 1.05  # an exact run within this ratio of the best one is preferred
+LAST_SHARE = 0.1  # of a curve's points: their mean is its loss, since single losses are noise
 
 
 class LossPoint(NamedTuple):
@@ -22,15 +22,13 @@ class LossPoint(NamedTuple):
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. What is not known is None."""
-
     run: str
     folder: str
     job: str
     command: str = "train"
     workers: int
     servers: int = 0
-    sync_mode: str = ""  # as --sync has it; empty: no servers
+    sync_mode: str = ""  # empty: no servers
     layout: str = ""
     outcome: str
     steps: int
@@ -72,7 +70,6 @@ def read_compared_run(folder: RunFolder) -> ComparedRun:
 
 
 def compare_run(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, path: str) -> ComparedRun:
-    """Of a report; what older ones lack is left out."""
     servers, target = report.get("servers") or {}, report.get("target") or {}
     stale, refused = servers.get("staleness") or {}, servers.get("refused")
     steps, seconds = report.get("steps") or 0, report.get("seconds") or 0.0
@@ -87,7 +84,7 @@ def compare_run(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str,
         command=report.get("command") or "train",
         workers=report.get("workers") or 1,
         servers=servers.get("servers") or 0,
-        sync_mode=servers.get("mode") or "",
+        sync_mode=servers.get("sync_mode") or "",
         layout=report.get("layout") or "",
         outcome=report.get("outcome") or "unknown",
         steps=steps,
@@ -110,77 +107,66 @@ def compare_run(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str,
 
 
 def loss_curve(events: Sequence[AnyEvent], began: float | None) -> list[LossPoint]:
-    """Every loss that was told in the last sitting of a run, by time."""
-    sitting = max(
-        (n for n, event in enumerate(events) if isinstance(event, RunStarted) and not event.previous_layout), default=0
-    )
-    told = [event for event in events[sitting:] if isinstance(event, StepsCommitted) and event.leader]
-    first = min((event.time - event.spent.total - event.lost_seconds for event in told), default=0.0)
-    first = first if began is None else began
-    found = [LossPoint(max(0.0, e.time - first), e.step, e.loss) for e in told if e.loss is not None]
-    return sorted(found)
+    """Every loss since the run last started or resumed, by time."""
+    starts = [n for n, event in enumerate(events) if isinstance(event, RunStarted) and not event.previous_layout]
+    steps = [e for e in events[max(starts, default=0) :] if isinstance(e, StepsCommitted) and e.leader]
+    first = min((event.began for event in steps), default=0.0) if began is None else began
+    return sorted(LossPoint(max(0.0, e.time - first), e.step, e.loss) for e in steps if e.loss is not None)
 
 
 def loss_at(curve: Sequence[LossPoint], seconds: float) -> float | None:
-    """The mean of the last losses up to a moment."""
+    """The mean of the last losses before a moment."""
     until = [point.loss for point in curve if point.seconds <= seconds]
     last = until[-max(1, round(LAST_SHARE * len(until))) :]
     return sum(last) / len(last) if last else None
 
 
 def common_seconds(runs: Sequence[ComparedRun]) -> float | None:
-    """As long as all of them trained."""
+    """The training time that all runs have reached."""
     ends = [run.loss_curve[-1].seconds for run in runs if run.loss_curve]
     return min(ends) if len(ends) == len(runs) and ends else None
 
 
 def best(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, str] | None:
-    """Which one did best, and by what: the first to reach the target, else the lowest loss after the same time."""
+    """The best run and why: it reached the target first, or else has the lowest loss after the same time."""
     good = [run for run in runs if run.outcome == "done"]
     names = dict(zip((run.folder for run in runs), labels(runs), strict=True))
-    reached = {run.folder: run.target_seconds for run in good if run.target_seconds is not None}
-    if reached:
-        winner = _winner(good, reached)
-        others = [run for run in good if run is not winner]
-        rest = [f"{names[run.folder]} {_after(reached.get(run.folder))}" for run in others]
-        told = f"reached {winner.target or 'the target'} {_after(reached[winner.folder])}"
-        return winner, f"{names[winner.folder]} {told}{_listed(rest)}{_but(winner, reached)}"
-    moment = common_seconds(good)
-    if moment is None or len(good) < 2:
-        return None
-    losses = {run.folder: loss for run in good if (loss := loss_at(run.loss_curve, moment)) is not None}
-    winner = _winner(good, losses)
-    others = [run for run in good if run is not winner]
-    rest = [f"{names[run.folder]} {_loss(losses.get(run.folder))}" for run in others]
-    told = f"after {human.duration(moment)} has a loss of {human.value(losses[winner.folder])}"
-    return winner, f"{names[winner.folder]} {told}{_listed(rest)}{_but(winner, losses)}"
+    figures = {run.folder: run.target_seconds for run in good if run.target_seconds is not None}
+    if figures:
+        winner, text = _winner(good, figures), _after
+        result = f"reached {winner.target or 'the target'} {_after(figures[winner.folder])}"
+    else:
+        moment = common_seconds(good)
+        if moment is None or len(good) < 2:
+            return None
+        figures = {run.folder: loss for run in good if (loss := loss_at(run.loss_curve, moment)) is not None}
+        winner, text = _winner(good, figures), _loss
+        result = f"after {human.duration(moment)} has a loss of {human.value(figures[winner.folder])}"
+    rest = [f"{names[run.folder]} {text(figures.get(run.folder))}" for run in good if run is not winner]
+    listed = f" ({', '.join(rest)})" if rest else ""
+    near = (
+        "; the best is hardly better, and this one is exact" if figures[winner.folder] > min(figures.values()) else ""
+    )
+    return winner, f"{names[winner.folder]} {result}{listed}{near}"
 
 
 def labels(runs: Sequence[ComparedRun]) -> list[str]:
-    """Each another."""
+    """A different label for each run."""
     plain = [run.label for run in runs]
     return [f"{run.label} ({run.run})" if plain.count(run.label) > 1 else run.label for run in runs]
 
 
 def _winner(runs: Sequence[ComparedRun], figure: dict[str, float]) -> ComparedRun:
-    """The least; an exact run where it comes near."""
-    there = [run for run in runs if run.folder in figure]
-    least = min(there, key=lambda run: figure[run.folder])
-    near = [run for run in there if run.exact and figure[run.folder] <= NEAR_RATIO * figure[least.folder]]
+    """The run with the least figure, or an exact run near it."""
+    known = [run for run in runs if run.folder in figure]
+    least = min(known, key=lambda run: figure[run.folder])
+    near = [run for run in known if run.exact and figure[run.folder] <= NEAR_RATIO * figure[least.folder]]
     return near[0] if near and not least.exact else least
 
 
-def _after(seconds: float | None) -> str:
-    return "not at all" if seconds is None else f"after {human.duration(seconds)}"
+def _after(figure: float | None) -> str:
+    return "not at all" if figure is None else f"after {human.duration(figure)}"
 
 
-def _loss(loss: float | None) -> str:
-    return "none yet" if loss is None else human.value(loss)
-
-
-def _listed(rest: Sequence[str]) -> str:
-    return f" ({', '.join(rest)})" if rest else ""
-
-
-def _but(winner: ComparedRun, figure: dict[str, float]) -> str:
-    return "; the best is hardly better, and this one is exact" if figure[winner.folder] > min(figure.values()) else ""
+def _loss(figure: float | None) -> str:
+    return "none yet" if figure is None else human.value(figure)

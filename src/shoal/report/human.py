@@ -1,29 +1,29 @@
-"""How the report room writes numbers: one way for the live view, the plain lines and the closing report."""
+"""Formats numbers for the live view, the plain lines, the closing report and report.json."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+Report = Mapping[str, Any]  # report.json
+Row = tuple[str, str]  # of the closing report: label and text
 
 
 def clock(seconds: float) -> str:
-    """2:44 or 1:02:44; for what ticks."""
+    """2:44 or 1:02:44, for a running time."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def duration(seconds: float) -> str:
-    """A clock for a minute or more, else seconds with a fraction; for what is over."""
+    """A clock for a minute or more, else seconds with a fraction, for a finished time."""
     if seconds >= 59.95:
         return clock(seconds + 0.5)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
 
 
 def value(number: float | None) -> str:
-    """A loss or a metric. None is how a number that is not finite travels in JSON."""
+    """A loss or a metric. None stands for a number that is not finite, since JSON has no such number."""
     return "not finite" if number is None else f"{number:.4g}"
-
-
-def values(metrics: Mapping[str, float | None]) -> str:
-    return "  ".join(f"{with_spaces(name)} {value(number)}" for name, number in metrics.items())
 
 
 def with_spaces(name: str) -> str:
@@ -42,9 +42,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def precise_percent(part: float) -> str:
-    """A part of the whole of which the last percents matter: 98.8 %. Never rounded up to all of it."""
-    return "100 %" if part >= 1 else f"{min(99.9, 100 * part):.1f} %"
+def precise_percent(share: float) -> str:
+    """A share near 1, such as 98.8 %. Never rounded up to 100 %."""
+    return "100 %" if share >= 1 else f"{min(99.9, 100 * share):.1f} %"
 
 
 def milliseconds(ms: float) -> str:
@@ -90,7 +90,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str =
 
 
 def parts_that_add_up(parts: Mapping[str, float], digits: int) -> tuple[str, dict[str, str]]:
-    """Total and parts rounded so that the printed parts add up to the printed total (largest remainder first)."""
+    """Rounds total and parts so that the printed parts add up to the printed total (largest remainder first)."""
     unit = 10**digits
     total = round(sum(parts.values()) * unit)
     floors = {name: int(part * unit) for name, part in parts.items()}
@@ -98,3 +98,8 @@ def parts_that_add_up(parts: Mapping[str, float], digits: int) -> tuple[str, dic
     for name in by_remainder[: total - sum(floors.values())]:
         floors[name] += 1
     return f"{total / unit:.{digits}f}", {name: f"{floor / unit:.{digits}f}" for name, floor in floors.items()}
+
+
+def rounded(number: float | None) -> float | None:
+    """For JSON."""
+    return None if number is None else round(number, 6)

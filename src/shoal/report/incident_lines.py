@@ -1,4 +1,4 @@
-"""The story of a run as it happens: which lines a view should show now. Used by `progress`."""
+"""The lines about incidents that a view shows while a run goes on. Used by `progress`."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from shoal.report.incidents import Incident, IncidentLog
 from shoal.report.wording import exit_text, replacement_text, sentence_parts, stamp
 from shoal.report.worker_output import clean
 
-HOLD_SECONDS = 2.0  # a fault is told whole, but not later than that
-EXIT_HOLD_SECONDS = 0.5  # a process that ended may be part of a fault of which the driver is about to tell
+HOLD_SECONDS = 2.0  # how long a line waits for its incident to be complete
+EXIT_HOLD_SECONDS = 0.5  # how long an exit waits for the driver to report an incident about it
 
 
 class _IncidentProgress(msgspec.Struct):
-    """How much of a fault a view has told."""
+    """How much of an incident a view has shown."""
 
     incident: Incident
     since: float  # when it was first seen, by the view's clock
@@ -23,14 +23,14 @@ class _IncidentProgress(msgspec.Struct):
 
     @property
     def done(self) -> bool:
-        if self.incident.kind == "server" and not self.incident.ends_the_run:
-            return False  # what came of it is told later, by others
+        if self.incident.kind == "server-lost" and not self.incident.ends_the_run:
+            return False  # workers may report lost updates later
         ended = self.return_shown if self.incident.kind in ("lost", "left") else self.incident.seconds is not None
         return ended and self.incident.complete and bool(self.shown)
 
 
 class IncidentLines:
-    """The lines of a story for a view that shows it as it happens: each fault when it is whole, or has been waiting."""
+    """Shows each incident when it is complete or has waited long enough, and later what is new about it."""
 
     def __init__(self) -> None:
         self._seen: int | None = None
@@ -42,17 +42,17 @@ class IncidentLines:
             self._exits.append((now, event))
 
     def ready(self, log: IncidentLog, now: float) -> list[str]:
-        # The views tell of a return to a checkpoint, another layout and another driver at once, as of any event.
-        fresh = [fault for fault in log.incidents[self._seen or 0 :] if fault.kind not in ("back", "relaid", "driver")]
-        new = [_IncidentProgress(fault, now) for fault in fresh]
-        if self._seen is None:  # a view that joins later: what was told before is known, its end may be news
+        # `live_view.event_line` shows these kinds at once.
+        elsewhere = ("rolled-back", "layout-changed", "driver-changed")
+        new = [_IncidentProgress(each, now) for each in log.incidents[self._seen or 0 :] if each.kind not in elsewhere]
+        if self._seen is None:  # a view that joins later: of what has been shown, only the end may be new
             for each in new:
                 each.shown = list(sentence_parts(each.incident, place=False)) if each.incident.complete else []
                 each.return_shown = replacement_text(each.incident) is not None
         self._seen = len(log.incidents)
         self._open += new
-        lines = [line for told in self._open for line in _new_lines(told, now)] + self._exit_lines(log, now)
-        self._open = [told for told in self._open if not told.done]
+        lines = [line for each in self._open for line in _new_lines(each, now)] + self._exit_lines(log, now)
+        self._open = [each for each in self._open if not each.done]
         return [clean(line) for line in lines]
 
     def rest(self, log: IncidentLog) -> list[str]:
@@ -66,23 +66,23 @@ class IncidentLines:
 
 
 def _new_lines(progress: _IncidentProgress, now: float) -> Iterator[str]:
-    fault = progress.incident
-    parts = list(sentence_parts(fault, place=False))
+    incident = progress.incident
+    parts = list(sentence_parts(incident, place=False))
     news = [part for part in parts if part not in progress.shown]
     first = not progress.shown
-    due = fault.complete or now - progress.since >= HOLD_SECONDS if first else bool(news) and fault.seconds is not None
-    if due:
-        when = fault.time if first or fault.committed_at is None else fault.committed_at
-        name = "" if parts[0] in news else f"{_name(fault)}: "
+    waited = now - progress.since >= HOLD_SECONDS
+    if incident.complete or waited if first else news and incident.seconds is not None:
+        when = incident.time if first or incident.committed_at is None else incident.committed_at
+        name = "" if parts[0] in news else f"{_name(incident)}: "
         progress.shown = parts
         yield f"{stamp(when)}  {name}{'; '.join(news)}"
-    back = replacement_text(fault)
-    if back is not None and progress.shown and not progress.return_shown:
+    replacement = replacement_text(incident)
+    if replacement is not None and progress.shown and not progress.return_shown:
         progress.return_shown = True
-        yield f"{stamp(fault.time + (fault.rejoin_seconds or 0.0))}  worker {fault.worker}: {back}"
+        yield f"{stamp(incident.time + (incident.rejoin_seconds or 0.0))}  worker {incident.worker}: {replacement}"
 
 
 def _name(incident: Incident) -> str:
     if incident.shard is not None:
         return f"server {incident.shard}"
-    return incident.kind if incident.worker is None else f"worker {incident.worker}"
+    return incident.kind.partition("-")[0] if incident.worker is None else f"worker {incident.worker}"

@@ -1,45 +1,26 @@
-"""A failure is a story: who, where, how it was noticed, what was done again, how it went on. Pure; from events alone.
+"""The incidents of a run: what failed or changed, how it was detected, how the run went on. Pure; from events alone.
 
-Several tell it, in any order: the driver (a process ended), the leader of the survivors (they go on, from here; the
-first step is committed), the newcomer (it has the state). Each of them knows a part, and a `Fault` is the whole.
+The driver reports a process that ended, the leader of the survivors that they go on, the newcomer that it has the
+state. Their events come in any order, and an `Incident` joins them.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
-from shoal.report.events import (
-    AnyEvent,
-    DriverChanged,
-    MembershipChanged,
-    PushesLost,
-    RunRecovered,
-    RunResumed,
-    RunStarted,
-    ServerLost,
-    ServerOutage,
-    ServerReported,
-    ServersRolledBack,
-    ServerStarted,
-    StateTransferred,
-    StepsCommitted,
-    StoreOutage,
-    WorkerAdded,
-    WorkerLeft,
-    WorkerLost,
-    WorkerStarted,
-)
+from shoal.report import events
 from shoal.report.participation import Incarnation, MembershipDelta, MembershipHistory
 
-RUN_ENDS = "the run ends"  # how a WorkerLost's action begins if nobody goes on
-LATE_SECONDS = 2.0  # after a server is back: a worker that says so late speaks of the same absence
+RUN_ENDS = "the run ends"  # how the action of an incident begins that ends the run
+LATE_SECONDS = 2.0  # after a server's return: a later report of an outage is a new one
 
 
 class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Something that happened to the members of a run, good or bad. Fields that are not known keep their defaults."""
+    """One change of a run's members, servers, layout, store or driver. Unknown fields keep their defaults."""
 
-    # lost, left, joined; regrouped: the same ones; back: to a checkpoint; relaid: another layout; store: away;
-    # driver: another one; server: one ended; away: one cannot be reached
+    # of a worker: lost, left, joined; of all: regrouped, rolled-back, layout-changed;
+    # store-outage, driver-changed, server-lost, server-outage
     kind: str
     time: float
     worker: int | None = None
@@ -51,46 +32,46 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     out_of_memory: bool = False
     log: list[str] = []
     action: str = ""
-    reason: str = ""  # told by those who left or joined; of a loss by those who went on
-    not_member: bool = False  # it did not take part, so nobody had to do anything
-    with_servers: bool = False  # it took part, and servers keep workers in step: there is no epoch without it
-    # What the others did.
+    reason: str = ""  # from the worker that left or joined; of a loss, from the survivors
+    not_member: bool = False  # it was no member, so the others did not have to react
+    with_servers: bool = False  # servers keep workers in step: no generation follows
+    # How the others went on.
     generation: int | None = None
     members: list[int] = []
-    step: int | None = None  # committed when they went on
-    redone: int = 0
-    repeated: int = 0  # committed steps that were done again
-    seconds: float | None = None  # from the notice to the next commit
+    step: int | None = None  # committed before
+    redone: int = 0  # steps under way that were computed again
+    repeated: int = 0  # committed steps that were repeated
+    seconds: float | None = None  # from detection to the next commit
     committed_at: float | None = None
-    # Who came in its place.
+    # The worker's replacement.
     next_incarnation: int | None = None
     rejoin_step: int | None = None
-    rejoin_seconds: float | None = None  # after it was lost
-    state_bytes: int | None = None  # handed over, by whom and how fast
+    rejoin_seconds: float | None = None  # after the loss
+    state_bytes: int | None = None  # that it received
     state_donor: int | None = None
     state_seconds: float | None = None
-    # Of a server; `reason`: its address, `members`: workers that wait for it, `step`, `repeated`: as above.
+    # Of a server; `reason` is its address, `members` are the workers that wait for it.
     shard: int | None = None
-    version: int | None = None  # updates that it came back with
-    pushes_lost: int = 0  # acknowledged updates that it came back without
+    version: int | None = None  # of the snapshot that it loaded
+    pushes_lost: int = 0  # acknowledged updates that this snapshot lacks
 
     @property
     def complete(self) -> bool:
-        """Whether all is known that its first line should say."""
+        """Whether all parts of its first line are known."""
         match self.kind:
             case "lost" | "left" | "joined" | "regrouped":
                 return self.seconds is not None or self.not_member or self.ends_the_run
-            case "server" | "away":
+            case "server-lost" | "server-outage":
                 return self.seconds is not None or self.ends_the_run
         return True
 
     @property
     def unresponsive(self) -> str:
-        """Stopped, or silent: the others went on without it, and how its process ended is their doing. Else empty."""
-        for part in (*self.detected_by.split("; "), *self.reason.split("; ")):
-            said = part.partition(f"worker {self.worker} ")[2]
-            if "is stopped" in said or "is silent" in said:
-                return "was " + said.partition("is ")[2]
+        """If the others excluded a live process: "was stopped" or "was silent", with details. Else empty."""
+        for text in (*self.detected_by.split("; "), *self.reason.split("; ")):
+            state = text.partition(f"worker {self.worker} ")[2]
+            if "is stopped" in state or "is silent" in state:
+                return "was " + state.partition("is ")[2]
         return ""
 
     @property
@@ -99,9 +80,9 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _CommittedChange(msgspec.Struct):
-    """A change that was told, and its first commit."""
+    """A change of members, and its first commit."""
 
-    change: MembershipChanged
+    change: events.MembershipChanged
     seconds: float | None = None
     committed_at: float | None = None
 
@@ -110,195 +91,168 @@ class IncidentLog:
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
         self.membership = MembershipHistory()
-        self.step = 0  # the furthest that was told
-        self._training = False  # a step was told in this sitting
-        self.redone = 0  # steps that were under way when somebody was lost
+        self.step = 0  # the furthest that was reported
+        self._training = False  # a step was reported since the run started or resumed
+        self.redone = 0  # steps that were under way when a worker was lost
         self._restart = 0
         self._changes: list[_CommittedChange] = []
-        self._removed_by: dict[Incarnation, _CommittedChange] = {}  # with which change a process went out
+        self._removed_by: dict[Incarnation, _CommittedChange] = {}  # the change that removed a process
         self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
-        self._versions: dict[int, int] = {}  # shard -> updates that it last told of
-        self._reported_pushes_lost: Counter[tuple[int, float]] = (
-            Counter()
-        )  # shard, and when it was lost -> updates, by workers
+        self._versions: dict[int, int] = {}  # shard -> version that it last reported
+        self._pushes_lost: Counter[tuple[int, float]] = Counter()  # shard and time of its loss -> as workers report
 
     def find(self, incarnation: Incarnation, *kinds: str) -> Incident | None:
-        """The last thing of these kinds that happened to a process."""
-        found = (
-            each
-            for each in reversed(self.incidents)
-            if (each.worker, each.incarnation) == incarnation and each.kind in kinds
-        )
-        return next(found, None)
+        """The last incident of these kinds of a process."""
+        return self._last(lambda each: (each.worker, each.incarnation) == incarnation and each.kind in kinds)
 
-    def count(self, kind: str) -> int:
-        return sum(each.kind == kind for each in self.incidents)
+    def _last(self, matches: Callable[[Incident], bool]) -> Incident | None:
+        return next((each for each in reversed(self.incidents) if matches(each)), None)
 
-    def add(self, event: AnyEvent) -> None:
-        turn = None if isinstance(event, WorkerLost | WorkerLeft) else self.membership.add(event)
+    def add(self, event: events.AnyEvent) -> None:
+        ends = isinstance(event, events.WorkerLost | events.WorkerLeft)
+        delta = None if ends else self.membership.add(event)
         match event:
-            case RunStarted() if event.previous_layout:
+            case events.RunStarted() if event.previous_layout:
                 why = f": {event.layout_reason}" if event.layout_reason else ""
                 text = f"layout {event.previous_layout} → {event.layout}{why}"
-                self.incidents.append(Incident(kind="relaid", time=event.time, reason=text))
+                self._append("layout-changed", event.time, reason=text)
                 self._training = False
-            case StepsCommitted():
+            case events.StepsCommitted():
                 self.step, self._training = max(self.step, event.step), True
-            case WorkerLost():
+            case events.WorkerLost():
                 self._worker_lost(event)
-            case WorkerLeft():
-                left = Incident(
-                    kind="left", time=event.time, worker=event.rank, incarnation=event.incarnation, reason=event.reason
-                )
+            case events.WorkerLeft():
+                left = self._append("left", event.time, (event.rank, event.incarnation), event.reason)
                 left.step, left.with_servers = event.step, self.membership.with_servers
-                self._add(left)
-            case WorkerAdded():
+                self._attach_removal(left)
+            case events.WorkerAdded():
                 self._worker_added(event)
-            case StateTransferred():
-                self._state_transferred(event)
-            case MembershipChanged() if turn is not None:
-                self._membership_changed(event, turn)
-            case RunRecovered():
+            case events.StateTransferred():
+                newcomer = self._incident_of_newcomer((event.rank, self.membership.incarnation_of(event.rank)))
+                if newcomer is not None:
+                    newcomer.state_bytes, newcomer.state_donor = event.num_bytes, event.donor
+                    newcomer.state_seconds = event.seconds
+            case events.MembershipChanged() if delta is not None:
+                self._membership_changed(event, delta)
+            case events.RunRecovered():
                 self._run_recovered(event)
-            case RunResumed():
+            case events.RunResumed():
                 self._run_resumed(event)
-            case StoreOutage():
+            case events.StoreOutage():
                 self._store_outage(event)
-            case WorkerStarted():
+            case events.WorkerStarted():
                 self._worker_joined_servers(event)
-            case ServerLost():
+            case events.ServerLost():
                 self._server_lost(event)
-            case ServerStarted():
+            case events.ServerStarted():
                 self._server_started(event)
-            case ServerOutage():
+            case events.ServerOutage():
                 self._server_outage(event)
-            case PushesLost():
-                fault = self._last_of_server(event.shard)
-                if fault is not None:
-                    self._reported_pushes_lost[event.shard, fault.time] += event.number
-                    fault.pushes_lost = max(fault.pushes_lost, self._reported_pushes_lost[event.shard, fault.time])
-            case ServerReported():
+            case events.PushesLost():
+                incident = self._last_of_server(event.shard)
+                if incident is not None:
+                    self._pushes_lost[event.shard, incident.time] += event.number
+                    reported = self._pushes_lost[event.shard, incident.time]
+                    incident.pushes_lost = max(incident.pushes_lost, reported)
+            case events.ServerReported():
                 self._versions[event.shard] = event.version
-            case ServersRolledBack():
+            case events.ServersRolledBack():
                 self._servers_rolled_back(event)
-            case DriverChanged():
-                self.incidents.append(Incident(kind="driver", time=event.time, pid=event.pid, host=event.host))
-        if isinstance(event, WorkerLost | WorkerLeft):
-            self.membership.add(event)  # after it was asked whether the worker took part
+            case events.DriverChanged():
+                driver = self._append("driver-changed", event.time)
+                driver.pid, driver.host = event.pid, event.host
+        if ends:  # only now: the incident depends on whether the worker was a member
+            self.membership.add(event)
 
-    # -- what happened to somebody ------------------------------------------------------------------------------------
+    def _append(
+        self, kind: str, time: float, incarnation: Incarnation | tuple[None, int] = (None, 0), reason: str = ""
+    ) -> Incident:
+        worker, number = incarnation
+        self.incidents.append(Incident(kind=kind, time=time, worker=worker, incarnation=number, reason=reason))
+        return self.incidents[-1]
 
-    def _worker_lost(self, event: WorkerLost) -> None:
+    # -- a worker ends or appears -------------------------------------------------------------------------------------
+
+    def _worker_lost(self, event: events.WorkerLost) -> None:
         for shard in self._missing:
             self._server_reached(event.rank, shard, event.time)
-        known = self.find((event.rank, event.incarnation), "lost")
-        if known is not None and known.rejoin_step is None:  # told again: by now its end may be known
+        incarnation = (event.rank, event.incarnation)
+        known = self.find(incarnation, "lost")
+        if known is not None and known.rejoin_step is None:  # reported again: its end may be known by now
             known.code = event.code if known.code is None else known.code
             known.out_of_memory |= event.out_of_memory
             known.log = list(event.log) or known.log
             known.action = event.action or known.action
             return
-        lost = Incident(
-            kind="lost",
-            time=event.time,
-            worker=event.rank,
-            incarnation=event.incarnation,
-            host=event.host,
-            pid=event.pid,
-            detected_by=event.detected_by,
-            code=event.code,
-            out_of_memory=event.out_of_memory,
-            log=list(event.log),
-            action=event.action,
-        )
-        life = (event.rank, event.incarnation)
-        lost.not_member = life not in self._removed_by and not self.membership.is_member(life)
+        lost = self._append("lost", event.time, incarnation)
+        lost.host, lost.pid, lost.detected_by, lost.code = event.host, event.pid, event.detected_by, event.code
+        lost.out_of_memory, lost.log, lost.action = event.out_of_memory, list(event.log), event.action
+        lost.not_member = incarnation not in self._removed_by and not self.membership.is_member(incarnation)
         lost.with_servers = self.membership.with_servers and not lost.not_member
-        self._add(lost)
+        self._attach_removal(lost)
 
-    def _add(self, incident: Incident) -> None:
-        self.incidents.append(incident)
+    def _attach_removal(self, incident: Incident) -> None:
+        """Attaches the change that removed the worker, if it was reported before the loss."""
         assert incident.worker is not None
         change = self._removed_by.get((incident.worker, incident.incarnation))
-        if change is not None:  # the others were faster
+        if change is not None:
             _attach(incident, change)
 
-    def _worker_added(self, event: WorkerAdded) -> None:
-        before = self._last_of(event.rank)
+    def _worker_added(self, event: events.WorkerAdded) -> None:
+        before = self._last(lambda each: each.worker == event.rank and each.kind in ("lost", "left"))
         if before is not None and before.next_incarnation is None and "scaled" not in event.reason:
             before.next_incarnation = event.incarnation
         else:
-            self.incidents.append(
-                Incident(
-                    kind="joined",
-                    time=event.time,
-                    worker=event.rank,
-                    incarnation=event.incarnation,
-                    reason=event.reason,
-                )
-            )
-
-    def _last_of(self, worker: int) -> Incident | None:
-        found = (each for each in reversed(self.incidents) if each.worker == worker and each.kind in ("lost", "left"))
-        return next(found, None)
-
-    def _state_transferred(self, event: StateTransferred) -> None:
-        newcomer = self._incident_of_newcomer((event.rank, self.membership.incarnation_of(event.rank)))
-        if newcomer is not None:
-            newcomer.state_bytes, newcomer.state_donor = event.num_bytes, event.donor
-            newcomer.state_seconds = event.seconds
+            self._append("joined", event.time, (event.rank, event.incarnation), event.reason)
 
     def _incident_of_newcomer(self, incarnation: Incarnation) -> Incident | None:
-        """The fault that brought this process in, whether it took part already or not."""
+        """The incident that brought this process in."""
         worker, number = incarnation
-        for fault in reversed(self.incidents):
-            if fault.worker != worker or fault.kind not in ("lost", "left", "joined"):
+        for incident in reversed(self.incidents):
+            if incident.worker != worker or incident.kind not in ("lost", "left", "joined"):
                 continue
-            if fault.next_incarnation == number or (fault.incarnation == number and fault.kind in ("lost", "joined")):
-                return fault
-            if fault.kind == "lost" and fault.next_incarnation is None and fault.incarnation < number:
-                return fault  # nobody told that it was started
+            same = incident.incarnation == number and incident.kind != "left"
+            # Without an event that it was started, the process replaces the last one that was lost.
+            started = incident.kind == "lost" and incident.next_incarnation is None and incident.incarnation < number
+            if incident.next_incarnation == number or same or started:
+                return incident
         return None
 
-    # -- what the others made of it -----------------------------------------------------------------------------------
+    # -- the members change -------------------------------------------------------------------------------------------
 
-    def _membership_changed(self, event: MembershipChanged, delta: MembershipDelta) -> None:
+    def _membership_changed(self, event: events.MembershipChanged, delta: MembershipDelta) -> None:
         change = _CommittedChange(event)
         self._changes.append(change)
         self.redone += event.redone
-        for life in delta.removed:
-            self._removed_by[life] = change
-            fault = self.find(life, "lost", "left")
-            if fault is not None and fault.generation is None:
-                _attach(fault, change)
-        for life in delta.added:
-            self._worker_joined(life, change)
+        for incarnation in delta.removed:
+            self._removed_by[incarnation] = change
+            incident = self.find(incarnation, "lost", "left")
+            if incident is not None and incident.generation is None:
+                _attach(incident, change)
+        for incarnation in delta.added:
+            self._worker_joined(incarnation, change)
         if self._training and event.restart == self._restart and not delta.removed and not delta.added:
-            self.incidents.append(Incident(kind="regrouped", time=event.time, reason=event.reason))
-            _attach(self.incidents[-1], change)
+            _attach(self._append("regrouped", event.time, reason=event.reason), change)
         if event.restart > self._restart:
             self._restart = event.restart
-            back = self._open_return() or self._new_return(event.time)
-            back.reason, back.generation, back.members = event.reason, event.generation, list(event.members)
+            rollback = self._open_rollback(event.time)
+            rollback.reason, rollback.generation = event.reason, event.generation
+            rollback.members = list(event.members)
 
     def _worker_joined(self, incarnation: Incarnation, change: _CommittedChange) -> None:
         event = change.change
-        fault = self._incident_of_newcomer(incarnation)
-        if fault is None:
-            if not self._training:  # the members that the run begins with
+        incident = self._incident_of_newcomer(incarnation)
+        if incident is None:
+            if not self._training:  # one of the first members
                 return
-            fault = Incident(
-                kind="joined", time=event.time, worker=incarnation[0], incarnation=incarnation[1], reason=event.reason
-            )
-            self.incidents.append(fault)
-        if fault.kind == "joined":
-            _attach(fault, change)
-        elif fault.rejoin_step is None:
-            fault.next_incarnation = incarnation[1]
-            fault.rejoin_step, fault.rejoin_seconds = event.step, max(0.0, event.time - fault.time)
+            incident = self._append("joined", event.time, incarnation, event.reason)
+        if incident.kind == "joined":
+            _attach(incident, change)
+        elif incident.rejoin_step is None:
+            _rejoin(incident, incarnation[1], event.step, event.time)
 
-    def _run_recovered(self, event: RunRecovered) -> None:
-        """Changes that came to no commit of their own, because another one followed, end with this one too."""
+    def _run_recovered(self, event: events.RunRecovered) -> None:
+        """Completes this change, and earlier ones that another change overtook before their first commit."""
         for change in self._changes:
             if change.seconds is not None or change.change.generation > event.generation:
                 continue
@@ -306,113 +260,115 @@ class IncidentLog:
             own = change.change.generation == event.generation
             change.seconds = event.seconds if own else max(event.seconds, event.time - noticed)
             change.committed_at = event.time
-            for fault in self.incidents:
-                if fault.generation == change.change.generation:
-                    _attach(fault, change)
-        for fault in self.incidents:
-            if fault.with_servers and fault.seconds is None:
-                fault.seconds, fault.committed_at = event.seconds, event.time
+            for incident in self.incidents:
+                if incident.generation == change.change.generation:
+                    _attach(incident, change)
+        for incident in self.incidents:
+            if incident.with_servers and incident.seconds is None:
+                incident.seconds, incident.committed_at = event.seconds, event.time
 
-    def _worker_joined_servers(self, event: WorkerStarted) -> None:
-        """Where servers keep workers in step, whoever is there takes part."""
-        fault = self._incident_of_newcomer((event.rank, event.incarnation)) if self.membership.with_servers else None
-        if fault is None or (fault.incarnation == event.incarnation and fault.kind != "joined"):
+    def _worker_joined_servers(self, event: events.WorkerStarted) -> None:
+        """Where servers keep workers in step, a worker takes part as soon as it starts."""
+        if not self.membership.with_servers:
             return
-        if fault.kind == "joined":
-            fault.step, fault.seconds, fault.with_servers = self.step, max(0.0, event.time - fault.time), True
-        elif fault.rejoin_step is None:
-            fault.next_incarnation = event.incarnation
-            fault.rejoin_step, fault.rejoin_seconds = self.step, max(0.0, event.time - fault.time)
+        incident = self._incident_of_newcomer((event.rank, event.incarnation))
+        if incident is None or (incident.incarnation == event.incarnation and incident.kind != "joined"):
+            return
+        if incident.kind == "joined":
+            incident.step, incident.with_servers = self.step, True
+            incident.seconds = max(0.0, event.time - incident.time)
+        elif incident.rejoin_step is None:
+            _rejoin(incident, event.incarnation, self.step, event.time)
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def _last_of_server(self, shard: int) -> Incident | None:
-        """What happened to it last."""
-        return next((each for each in reversed(self.incidents) if each.shard == shard), None)
+        return self._last(lambda each: each.shard == shard)
 
-    def _server_lost(self, event: ServerLost) -> None:
-        fault = self._last_of_server(event.shard)
-        if fault is None or fault.seconds is not None:
-            fault = Incident(kind="server", time=event.time, shard=event.shard)
-            self.incidents.append(fault)
-        fault.kind = "server"  # workers may have missed it before the driver knew
-        fault.pid, fault.code, fault.log, fault.action = event.pid, event.code, list(event.log), event.action
+    def _server_lost(self, event: events.ServerLost) -> None:
+        incident = self._last_of_server(event.shard)
+        if incident is None or incident.seconds is not None:
+            incident = self._append("server-lost", event.time)
+            incident.shard = event.shard
+        incident.kind = "server-lost"  # workers may have reported an outage before
+        incident.pid, incident.code, incident.log = event.pid, event.code, list(event.log)
+        incident.action = event.action
 
-    def _server_started(self, event: ServerStarted) -> None:
-        had, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version
-        fault = self._last_of_server(event.shard)
-        if fault is None or fault.kind != "server" or fault.seconds is not None:
+    def _server_started(self, event: events.ServerStarted) -> None:
+        before, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version
+        incident = self._last_of_server(event.shard)
+        if incident is None or incident.kind != "server-lost" or incident.seconds is not None:
             return
-        fault.seconds, fault.committed_at = max(0.0, event.time - fault.time), event.time
-        fault.version, fault.step = event.version, event.step if event.step >= 0 else None
-        if event.step < 0:  # in lockstep they are done again; workers that were lost themselves do not tell of theirs
-            fault.pushes_lost = max(fault.pushes_lost, had - event.version)
+        incident.seconds, incident.committed_at = max(0.0, event.time - incident.time), event.time
+        incident.version, incident.step = event.version, event.step if event.step >= 0 else None
+        if event.step < 0:  # in lockstep workers repeat lost updates; else those of lost workers go unreported
+            incident.pushes_lost = max(incident.pushes_lost, before - event.version)
 
-    def _server_outage(self, event: ServerOutage) -> None:
-        """Everybody who asks it tells; it is one absence."""
-        fault = self._last_of_server(event.shard)
+    def _server_outage(self, event: events.ServerOutage) -> None:
+        """Every worker reports it; it is one outage."""
         if event.seconds is not None:
             self._server_reached(event.rank, event.shard, event.time)
             return
+        incident = self._last_of_server(event.shard)
         self._missing.setdefault(event.shard, set()).add(event.rank)
-        over = fault is not None and fault.seconds is not None
-        if fault is None or (over and event.time - (fault.committed_at or fault.time) > LATE_SECONDS):
-            fault = Incident(kind="away", time=event.time, shard=event.shard)
-            self.incidents.append(fault)
-        fault.reason = event.address
-        if fault.seconds is None:
-            fault.members = sorted({*fault.members, event.rank})
+        over = incident is not None and incident.seconds is not None
+        if incident is None or (over and event.time - (incident.committed_at or incident.time) > LATE_SECONDS):
+            incident = self._append("server-outage", event.time)
+            incident.shard = event.shard
+        incident.reason = event.address
+        if incident.seconds is None:
+            incident.members = sorted({*incident.members, event.rank})
 
     def _server_reached(self, worker: int, shard: int, now: float) -> None:
-        """Or it does not want to any more."""
-        missing, fault = self._missing.get(shard, set()), self._last_of_server(shard)
+        """A worker reaches a server again, or is itself lost."""
+        missing, incident = self._missing.get(shard, set()), self._last_of_server(shard)
         if worker in missing:
             missing.discard(worker)
-            if not missing and fault is not None and fault.kind == "away" and fault.seconds is None:
-                fault.seconds, fault.committed_at = max(0.0, now - fault.time), now
+            outage = incident is not None and incident.kind == "server-outage" and incident.seconds is None
+            if not missing and incident is not None and outage:
+                incident.seconds, incident.committed_at = max(0.0, now - incident.time), now
 
-    def _servers_rolled_back(self, event: ServersRolledBack) -> None:
-        """Every worker tells of it; the servers go back together because one of them did."""
-        fault = next((each for each in reversed(self.incidents) if each.kind == "server"), None)
-        if fault is not None and fault.generation is None:
-            fault.generation, fault.step, fault.repeated = event.generation, event.step, event.repeated
+    def _servers_rolled_back(self, event: events.ServersRolledBack) -> None:
+        """Every worker reports it: all servers go back together after one was lost."""
+        incident = self._last(lambda each: each.kind == "server-lost")
+        if incident is not None and incident.generation is None:
+            incident.generation, incident.step, incident.repeated = event.generation, event.step, event.repeated
         self.step = min(self.step, event.step)
 
-    # -- the whole run ------------------------------------------------------------------------------------------------
+    # -- the run ------------------------------------------------------------------------------------------------------
 
-    def _run_resumed(self, event: RunResumed) -> None:
+    def _run_resumed(self, event: events.RunResumed) -> None:
         repeated = max(event.repeated, self.step - event.step)
         if self.step or repeated:
-            back = self._open_return() or self._new_return(event.time)
-            back.step, back.repeated = event.step, max(0, repeated)
+            rollback = self._open_rollback(event.time)
+            rollback.step, rollback.repeated = event.step, max(0, repeated)
         self.step = event.step
 
-    def _open_return(self) -> Incident | None:
-        """One half of which is known: leader and newcomers tell of a return in no particular order."""
-        last = next((each for each in reversed(self.incidents) if each.kind == "back"), None)
-        return last if last is not None and (last.step is None or last.generation is None) else None
+    def _open_rollback(self, now: float) -> Incident:
+        """The rollback that is half reported, or a new one: leader and newcomers report it in any order."""
+        last = self._last(lambda each: each.kind == "rolled-back")
+        if last is not None and (last.step is None or last.generation is None):
+            return last
+        return self._append("rolled-back", now)
 
-    def _new_return(self, now: float) -> Incident:
-        self.incidents.append(Incident(kind="back", time=now))
-        return self.incidents[-1]
-
-    def _store_outage(self, event: StoreOutage) -> None:
-        """Everybody who asks it tells; it is one absence."""
-        away = next((each for each in self.incidents if each.kind == "store" and each.seconds is None), None)
-        if event.seconds is None and away is None:
-            self.incidents.append(Incident(kind="store", time=event.time, reason=event.address))
-        elif event.seconds is not None and away is not None:
-            away.seconds, away.committed_at = event.seconds, event.time
+    def _store_outage(self, event: events.StoreOutage) -> None:
+        """Every process reports it; it is one outage."""
+        outage = self._last(lambda each: each.kind == "store-outage" and each.seconds is None)
+        if event.seconds is None and outage is None:
+            self._append("store-outage", event.time, reason=event.address)
+        elif event.seconds is not None and outage is not None:
+            outage.seconds, outage.committed_at = event.seconds, event.time
 
 
 def _attach(incident: Incident, change: _CommittedChange) -> None:
     event = change.change
-    incident.generation, incident.members, incident.step, incident.redone = (
-        event.generation,
-        list(event.members),
-        event.step,
-        event.redone,
-    )
+    incident.generation, incident.members = event.generation, list(event.members)
+    incident.step, incident.redone = event.step, event.redone
     incident.seconds, incident.committed_at = change.seconds, change.committed_at
     if incident.kind == "lost":
         incident.reason = event.reason
+
+
+def _rejoin(incident: Incident, incarnation: int, step: int, now: float) -> None:
+    incident.next_incarnation = incarnation
+    incident.rejoin_step, incident.rejoin_seconds = step, max(0.0, now - incident.time)

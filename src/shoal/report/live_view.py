@@ -1,39 +1,24 @@
-"""The words and pictures of a run in progress, drawn from a tally. Pure; shown by `progress`."""
+"""The live view of a run and its lines about events, drawn from a tally. Pure; shown by `progress`."""
 
 import itertools
 from collections.abc import Mapping
 
 from rich.text import Text
 
-from shoal.report import human
+from shoal.report import events, human
 from shoal.report.aggregate import RunTally, WorkerTally
-from shoal.report.events import (
-    AnyEvent,
-    CheckpointIntervalChanged,
-    CheckpointSaved,
-    DriverChanged,
-    LanesAssigned,
-    ModelEvaluated,
-    RunResumed,
-    RunStarted,
-    SaveFailed,
-    StepSkipped,
-    TimeSpent,
-    TrafficReported,
-    WorkerFailed,
-)
 from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.servers import summarize_histogram
-from shoal.report.summarize import SLOW, slowness
-from shoal.report.wording import stamp
+from shoal.report.speedup import SLOW, slowness
+from shoal.report.wording import driver_text, stamp
 from shoal.report.worker_output import clean
 
 BAR_WIDTH = 37
 SPLIT_WIDTH = 40
-HELD_UP_SHARE = 0.6  # of the recent steps that one worker came last to: less could be chance among two
-HELD_UP_WAIT = 0.03  # of a step that workers wait on average: less is not worth a word
+HELD_UP_SHARE = 0.6  # of the recent steps in which one worker was last: less could be chance
+HELD_UP_WAIT = 0.03  # of a step that workers wait on average: less is not shown
 
-# name, mark, style, the parts of Spent that it stands for
+# name, mark, style, the fields of TimeSpent that it stands for
 _SPLIT = (
     ("compute", "█", "green", ("compute",)),
     ("merge", "▓", "blue", ("merge",)),
@@ -52,7 +37,7 @@ def live_lines(tally: RunTally, *, now: float, width: int, height: int, color: b
     ]
     workers = _shown(tally)
     if any(worker.steps for worker in workers):
-        below = 6 if tally.servers.count else 5  # blank, legend, servers, held up by, "more", the cursor's own line
+        below = 6 if tally.servers.count else 5  # blank, legend, servers, held up by, "more", the cursor's line
         rows = max(1, height - len(lines) - below)
         lines += [Text(), *_worker_table(workers, tally, rows=rows, width=width)]
     servers = servers_line(tally)
@@ -79,7 +64,7 @@ def header(tally: RunTally) -> str:
     line = f"shoal {started.command} {started.job}   run {started.run}   {workers}{on_hosts}"
     if started.servers:
         line += f"   {human.plural(started.servers, 'server')}{f', {started.sync_mode}' if started.sync_mode else ''}"
-    if not started.lanes:  # a script says what it does only when it joins, if it does
+    if not started.lanes:  # a script reports its layout when it joins
         return line
     exact = "exact" if started.exact else "not exact"
     return f"{line}   {started.layout}, {human.plural(started.lanes, 'lane')}   {exact}"
@@ -95,15 +80,15 @@ def loss_line(tally: RunTally, *, sparks: bool = False) -> str:
     speed = tally.recent_samples_per_second
     if speed is not None:
         predicted = tally.predicted.samples_per_second if tally.predicted else None
-        told = "" if predicted is None else f" (predicted {human.rate(predicted)})"
-        parts.append(f"{human.rate(speed)} samples/s{told}")
+        forecast = "" if predicted is None else f" (predicted {human.rate(predicted)})"
+        parts.append(f"{human.rate(speed)} samples/s{forecast}")
     if tally.incidents and tally.commits.goodput is not None:
         parts.append(f"goodput {human.precise_percent(tally.commits.goodput)}")
     return "    ".join(parts)
 
 
 def progress_text(tally: RunTally, *, now: float) -> str:
-    """The plain line: step, share, loss, speed, time."""
+    """A plain line: step, share, loss, speed, time."""
     started = tally.started
     parts = [f"step {tally.step:,}"]
     if started and started.steps:
@@ -112,14 +97,14 @@ def progress_text(tally: RunTally, *, now: float) -> str:
     return "    ".join(parts)
 
 
-def event_line(event: AnyEvent, *, routine: bool) -> str | None:
-    """One line for what is worth one; evaluations and checkpoints that went well only if `routine` is asked for."""
+def event_line(event: events.AnyEvent, *, routine: bool) -> str | None:
+    """A line about an event, or None. `routine` includes evaluations and written checkpoints."""
     text = _event_text(event, routine=routine)
     return None if text is None else f"{stamp(event.time)}  {clean(text)}"
 
 
 def metric_label(name: str) -> str:
-    """The name of an evaluation's metric, told apart from the training loss."""
+    """An evaluation's metric, named differently from the training loss."""
     return human.with_spaces(name if name.startswith(("val", "eval", "test")) else f"val {name}")
 
 
@@ -128,12 +113,12 @@ def unused_level_text(compressor: str, level: str) -> str:
 
 
 def histogram(counts: Mapping[int, int], *, width: int = 40, rows: int = 12) -> list[str]:
-    """A bar for each value, with its share; what is above the last row is added up there.
+    """A bar for each value or range of values, with its share.
 
     0  ███████████████▌  62 %
     1  ████▏             17 %
     """
-    whole = sum(counts.values())
+    total = sum(counts.values())
     values = range(max(counts) + 1)
     if len(values) > rows:
         step = -(-len(values) // rows)
@@ -141,7 +126,7 @@ def histogram(counts: Mapping[int, int], *, width: int = 40, rows: int = 12) -> 
     else:
         bins = [(value, value) for value in values]
     names = [str(first) if first == last else f"{first}–{last}" for first, last in bins]
-    shares = [sum(counts.get(value, 0) for value in range(first, last + 1)) / whole for first, last in bins]
+    shares = [sum(counts.get(value, 0) for value in range(first, last + 1)) / total for first, last in bins]
     across, longest = max(map(len, names)), max(shares)
     return [
         f"{name:>{across}}  {_bar(width * share / longest):<{width}}  {100 * share:4.1f} %"
@@ -150,23 +135,22 @@ def histogram(counts: Mapping[int, int], *, width: int = 40, rows: int = 12) -> 
 
 
 def _bar(length: float) -> str:
-    """In eighths of a character; never nothing for something."""
+    """A bar in eighths of a character; at least one eighth above 0."""
     eighths = round(8 * length) or (1 if length > 0 else 0)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def sparkline(losses: list[float], width: int = 12) -> str:
-    """The course of the whole run in a few characters: means of equal stretches between the least and the largest."""
+    """The losses of the whole run in a few characters, each the mean of an equal section."""
     cuts = [round(index * len(losses) / width) for index in range(width + 1)]
-    stretches = [losses[a:b] for a, b in itertools.pairwise(cuts) if b > a]
-    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    sections = [losses[a:b] for a, b in itertools.pairwise(cuts) if b > a]
+    means = [sum(section) / len(section) for section in sections]
     low, high = min(means), max(means)
     scale = (high - low) or 1.0
     return "".join("▁▂▃▄▅▆▇"[round(6 * (mean - low) / scale)] for mean in means)
 
 
 def servers_line(tally: RunTally) -> str | None:
-    """What the servers do, as far as they have told."""
     servers = tally.servers
     if not servers.count or not (servers.started or servers.reports):
         return None
@@ -176,7 +160,7 @@ def servers_line(tally: RunTally) -> str | None:
         parts.append(f"{human.rate(speed)} steps/s")
     stale = summarize_histogram(servers.staleness)
     if stale:
-        parts.append(f"staleness {stale['mean']:.2f}, at the most {stale['max']}")
+        parts.append(f"staleness {stale['mean']:.2f}, at most {stale['max']}")
     if servers.refused:
         parts.append(f"{sum(servers.refused.values()):,} refused")
     busy = {shard: share for shard in sorted(servers.reports) if (share := servers.busy(shard)) is not None}
@@ -193,7 +177,7 @@ def held_up_by(tally: RunTally) -> str | None:
         return None
     recent = tally.recent
     slowest = recent.slowest.most_common(1)
-    spent = sum((worker.recent.time_spent for worker in tally.members), TimeSpent())
+    spent = sum((worker.recent.time_spent for worker in tally.members), events.TimeSpent())
     if not slowest or slowest[0][1] < HELD_UP_SHARE * recent.steps or spent.wait < HELD_UP_WAIT * spent.total:
         return None
     rank, count = slowest[0]
@@ -202,7 +186,7 @@ def held_up_by(tally: RunTally) -> str | None:
 
 
 def _cause(tally: RunTally, rank: int) -> str:
-    """Whether the worker spends more than the others on data or on compute."""
+    """Where the worker exceeds the others most: in compute or in data."""
     own = tally.workers.get(rank)
     others = [worker for worker in tally.members if worker.rank != rank and worker.recent.steps]
     if own is None or not own.recent.steps or not others:
@@ -239,7 +223,7 @@ def _times(tally: RunTally, *, now: float) -> list[str]:
 
 
 def _shown(tally: RunTally) -> list[WorkerTally]:
-    """Those that take part, and those that should: dead, silent or on their way. Not whoever left or has ended."""
+    """Members, and workers that are dead, silent or starting; not those that left or ended."""
     hidden = (LEFT, ENDED)
     members = tally.membership.members
     known = {*members, *tally.membership.states}
@@ -252,10 +236,10 @@ def _shown(tally: RunTally) -> list[WorkerTally]:
 
 def _worker_table(workers: list[WorkerTally], tally: RunTally, *, rows: int, width: int) -> list[Text]:
     at_work = [worker for worker in workers if tally.state(worker.rank) in (TAKES_PART, ENDED)]
-    odd = {worker.rank: float("inf") for worker in workers if worker not in at_work}  # shown before anybody slow
-    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(at_work, recent=True) | odd
+    idle = {worker.rank: float("inf") for worker in workers if worker not in at_work}  # shown before slow ones
+    slow = dict.fromkeys((worker.rank for worker in workers), 0.0) | slowness(at_work, recent=True) | idle
     shown = workers
-    if len(workers) > rows:  # the slowest are the ones to look at
+    if len(workers) > rows:  # show the slowest
         keep = set(sorted(slow, key=lambda rank: -slow[rank])[:rows])
         shown = [worker for worker in workers if worker.rank in keep]
     names = {worker.rank: f"{worker.rank} {worker.host}".strip() for worker in shown}
@@ -306,62 +290,59 @@ def _split_bar(worker: WorkerTally, width: int) -> Text:
     return bar
 
 
-def _event_text(event: AnyEvent, *, routine: bool) -> str | None:
+def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
     match event:
-        case RunStarted(layout_reason=why) if why:
+        case events.RunStarted(layout_reason=why) if why:
             before = f"{event.previous_layout} → " if event.previous_layout else ""
             return f"layout {before}{event.layout}: {why}"
-        case ModelEvaluated():
+        case events.ModelEvaluated():
             text = "  ".join(f"{metric_label(name)} {human.value(number)}" for name, number in event.metrics.items())
             if event.target_reached:
                 return f"step {event.step:,}: {text}: target reached"
             return f"step {event.step:,}: {text}" if routine else None
-        case CheckpointSaved():
+        case events.CheckpointSaved():
             what = "final checkpoint" if event.final else "checkpoint"
             text = f"step {event.step:,}: {what}, {human.size(event.num_bytes)} in {human.duration(event.seconds)}"
             return text if routine else None
-        case SaveFailed():
+        case events.SaveFailed():
             return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
-        case LanesAssigned():
-            dealt = zip(event.members or range(len(event.assignment)), event.assignment, strict=True)
-            deal = "  ".join(f"worker {rank}: {human.lanes(lanes)}" for rank, lanes in dealt)
-            return f"step {event.step:,}: lanes dealt anew ({event.reason}): {deal}"
-        case RunResumed():
+        case events.LanesAssigned():
+            assigned = zip(event.members or range(len(event.assignment)), event.assignment, strict=True)
+            lanes = "  ".join(f"worker {rank}: {human.lanes(lanes)}" for rank, lanes in assigned)
+            return f"step {event.step:,}: lanes assigned anew ({event.reason}): {lanes}"
+        case events.RunResumed():
             skipped = "".join(f"; not usable: {each}" for each in event.skipped)
-            again = f"; {human.plural(event.repeated, 'step')} done again" if event.repeated else ""
-            return f"resumed from step {event.step:,} ({event.path}){again}{skipped}"
-        case StepSkipped():
+            repeated = f"; {human.plural(event.repeated, 'step')} repeated" if event.repeated else ""
+            return f"resumed from step {event.step:,} ({event.path}){repeated}{skipped}"
+        case events.StepSkipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
-        case TrafficReported(final=False):
+        case events.TrafficReported(final=False):
             return _traffic_text(event, routine=routine)
-        case WorkerFailed():
+        case events.WorkerFailed():
             at = f" at step {event.step:,}" if event.step is not None else ""
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
-        case DriverChanged():
-            return f"process {event.pid} on {event.host} watches over the run now"
-        case CheckpointIntervalChanged():
+        case events.DriverChanged():
+            return driver_text(event)
+        case events.CheckpointIntervalChanged():
             return _interval_text(event) if routine else None
     return None
 
 
-def _interval_text(event: CheckpointIntervalChanged) -> str:
+def _interval_text(event: events.CheckpointIntervalChanged) -> str:
     cost, mean = human.duration(event.save_seconds), human.duration(event.failure_seconds)
-    every = human.plural(event.every, "step")
-    why = f"one costs {cost}, and a failure is due every {mean}"
-    if event.auto:
-        return f"step {event.step:,}: a checkpoint every {every}: {why}"
-    return f"step {event.step:,}: a checkpoint every {every} would pay (--checkpoint auto): {why}"
+    advice = "" if event.auto else " would pay (--checkpoint auto)"
+    every = f"a checkpoint every {human.plural(event.every, 'step')}{advice}"
+    return f"step {event.step:,}: {every}: one costs {cost}, and a failure is due every {mean}"
 
 
-def _traffic_text(event: TrafficReported, *, routine: bool) -> str | None:
+def _traffic_text(event: events.TrafficReported, *, routine: bool) -> str | None:
     shared = f"through {event.transport}" if event.transport == "shared memory" else ""
-    lossy = [
-        f"{name} between {level}s" for level, name in event.compressors.items() if level not in event.unused_levels
-    ]
-    told = [
+    used = {level: name for level, name in event.compressors.items() if level not in event.unused_levels}
+    lossy = ", ".join(f"{name} between {level}s" for level, name in used.items())
+    parts = [
         *(part for part in (shared, event.reason) if part),
-        *([f"{', '.join(lossy)}: not exact"] if lossy else []),
+        *([f"{lossy}: not exact"] if lossy else []),
         *(unused_level_text(event.compressors[level], level) for level in event.unused_levels),
     ]
-    return f"gradients: {'; '.join(told)}" if routine or told != [shared] else None
+    return f"gradients: {'; '.join(parts)}" if routine or parts != [shared] else None

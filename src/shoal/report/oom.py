@@ -1,7 +1,7 @@
-"""Whether the kernel killed a process for its memory. Used by the driver, which is the one to see the exit code.
+"""Finds out whether the kernel killed a process for its memory. Used by the driver.
 
-Two witnesses. The kernel's log names the process: the better one, but not always readable, and in a container the
-numbers in it are the host's. The control group counts such kills, but does not say of whom.
+The kernel's log names the process, but is not always readable, and in a container its process numbers are the host's.
+The control group counts such kills without naming a process.
 """
 
 import os
@@ -12,12 +12,12 @@ KERNEL_LOG = Path("/dev/kmsg")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 _KILLED = re.compile(r"[Oo]ut of memory.*Killed process (\d+)")
-_FIRST_PIDS = 0xEFFFFFFC  # the kernel's number for the process numbers that its log uses
-_RECORD_BYTES = 8192  # the longest record that the kernel writes; reading with less room is an error
+_FIRST_PIDS = 0xEFFFFFFC  # inode of the PID namespace that the kernel's log uses
+_RECORD_BYTES = 8192  # the kernel's longest record; a smaller buffer is an error
 
 
 class OomWatch:
-    """Looks when it is made, and again when it is asked: what was there before is not about this run."""
+    """Counts only kills since it was created."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class OomWatch:
         kernel_log: Path = KERNEL_LOG,
         cgroup_root: Path = CGROUP_ROOT,
         own_cgroups: Path = OWN_CGROUPS,
-        host_pids: bool | None = None,  # whether this process counts processes as the kernel's log does
+        host_pids: bool | None = None,  # whether this process is in the PID namespace of the kernel's log
     ) -> None:
         self._counter = kill_counter(own_cgroups, cgroup_root)
         self._kills = count_kills(self._counter)
@@ -35,7 +35,7 @@ class OomWatch:
         self._kernel_log = kernel_log if known and comparable else None
 
     def killed(self, pid: int) -> bool:
-        """To be asked once for each process that was ended by SIGKILL."""
+        """To be called once for each process that ended by SIGKILL."""
         if self._kernel_log is not None:
             fresh = (text for number, text in _records(self._kernel_log) if number > self._last_record)
             return any(pid == killed_pid(text) for text in fresh)
@@ -46,7 +46,7 @@ class OomWatch:
 
 
 def killed_pid(text: str) -> int | None:
-    """The process that a line of the kernel's log says was killed for memory."""
+    """The process that was killed for its memory, from a line of the kernel's log."""
     found = _KILLED.search(text)
     return int(found[1]) if found else None
 
@@ -59,7 +59,7 @@ def shares_kernel_pids() -> bool:
 
 
 def kill_counter(own_cgroups: Path, root: Path) -> Path | None:
-    """The file in which this process's control group counts kills: of version 2, or of version 1's memory tree."""
+    """The file in which this process's control group (version 2, or version 1's memory tree) counts kills."""
     try:
         lines = own_cgroups.read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def count_kills(path: Path | None) -> int:
 
 
 def _records(path: Path) -> list[tuple[int, str]]:
-    """The kernel's log as it is now: (number, text). Each read gives one record of the device, and all of a file."""
+    """The kernel's log: (number, text). A read returns one record of the device, or all of a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -96,9 +96,9 @@ def _records(path: Path) -> list[tuple[int, str]]:
         while True:
             try:
                 found = os.read(descriptor, _RECORD_BYTES)
-            except BrokenPipeError:  # it was overwritten meanwhile; the next one is there
+            except BrokenPipeError:  # the record was overwritten; read the next one
                 continue
-            except OSError:  # no more now
+            except OSError:  # no more records
                 break
             if not found:
                 break

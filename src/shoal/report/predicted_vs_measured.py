@@ -1,4 +1,4 @@
-"""Predicted against measured, line by line: what `report.json` says of a run's prediction. Pure; both sides add up.
+"""Predicted against measured, line by line, for `report.json`. Pure; both sides add up.
 
     line        predicted                      measured, as a mean over steps and workers
     compute     compute, recompute, tensor,    compute
@@ -6,14 +6,15 @@
     waiting     bubble                         wait, as far as uneven work or a pipeline's idle time explains it
     traffic     data                           merge, and the rest of wait: messages and their latency
     optimizer   optimizer                      apply
-    rest        step, and what else there is   data (loading samples) and other (checkpoints, events), no evaluation
+    rest        step, and all other terms      data (loading samples) and other (checkpoints, events)
 
-Evaluations are no part of a step: both sides leave them out. Of loading and checkpoints a prediction knows nothing, so
-what they take is an honest part of its error.
+Both sides leave evaluations out. A prediction leaves out loading and checkpoints, which so add to its error.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from shoal.report.human import rounded
 
 LINES: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute", "recompute", "tensor", "host"),
@@ -27,34 +28,33 @@ LINES: Mapping[str, tuple[str, ...]] = {
 def reconcile(
     prediction: Mapping[str, Any] | None, report: Mapping[str, Any], *, overlapping: bool = False
 ) -> dict[str, Any] | None:
-    """`prediction`: what prediction.json says, `report`: the rest of report.json. None: the run has no prediction.
-    `overlapping`: workers do steps of their own at the same time, and only speeds can be compared."""
+    """`prediction`: prediction.json, `report`: the rest of report.json. Returns None for a run without prediction.
+    `overlapping`: workers do different steps at the same time, so only speeds are compared."""
     if prediction is None:
         return None
     facts = {name: prediction.get(name) for name in ("cluster", "named", "calibration", "reason", "layout")}
     seconds = prediction.get("seconds")
     if seconds is None or prediction.get("layout") != report.get("layout"):
-        # Of another layout than the one that ran: nothing is compared.
+        # The prediction of another layout is not comparable.
         return facts | dict.fromkeys(("step_ms", "evaluation_ms", "samples_per_second", "lines", "memory"))
+    speeds = _pair(prediction["samples_per_second"], report.get("samples_per_second"))
     if overlapping:
-        speeds = _pair(prediction["samples_per_second"], report.get("samples_per_second"))
         unknown = dict.fromkeys(("step_ms", "evaluation_ms", "lines", "memory"))
         return facts | unknown | {"samples_per_second": speeds}
     measured, evaluation = report["step_ms"], report.get("evaluation_ms") or 0.0
-    speed = report.get("samples_per_second")
     return facts | {
         "step_ms": _pair(1000 * seconds, measured and measured["total"] - evaluation),
         "evaluation_ms": evaluation,
-        "samples_per_second": _pair(prediction["samples_per_second"], speed),
+        "samples_per_second": speeds,
         "lines": _lines(prediction["terms"], measured, report),
         "memory": _memory(prediction, report),
     }
 
 
 def _pair(predicted: float, measured: float | None) -> dict[str, float | None]:
-    """`error`: of the prediction, as a share of what was measured; negative: too low."""
+    """`error`: of the prediction, as a share of the measured value; negative: too low."""
     error = None if not measured else predicted / measured - 1
-    return {"predicted": _rounded(predicted), "measured": _rounded(measured), "error": _rounded(error)}
+    return {"predicted": rounded(predicted), "measured": rounded(measured), "error": rounded(error)}
 
 
 def _lines(
@@ -64,13 +64,11 @@ def _lines(
     known = {name for names in LINES.values() for name in names}
     predicted["rest"] += 1000 * sum(seconds for name, seconds in terms.items() if name not in known)
     measured: Mapping[str, float | None] = dict.fromkeys(LINES) if step_ms is None else _measured(step_ms, report)
-    return {
-        line: {"predicted_ms": _rounded(predicted[line]), "measured_ms": _rounded(measured[line])} for line in LINES
-    }
+    return {line: {"predicted_ms": rounded(predicted[line]), "measured_ms": rounded(measured[line])} for line in LINES}
 
 
 def _measured(step_ms: Mapping[str, float], report: Mapping[str, Any]) -> dict[str, float]:
-    waiting = min(step_ms["wait"], max(_uneven_ms(report["per_worker"]), _idle_ms(report.get("carried") or [])))
+    waiting = min(step_ms["wait"], max(_uneven_ms(report["per_worker"]), _idle_ms(report.get("model_shards") or [])))
     return {
         "compute": step_ms["compute"],
         "waiting": waiting,
@@ -81,36 +79,34 @@ def _measured(step_ms: Mapping[str, float], report: Mapping[str, Any]) -> dict[s
 
 
 def _uneven_ms(workers: Sequence[Mapping[str, Any]]) -> float:
-    """How long workers wait on average for the one that has most to do."""
+    """How long workers wait on average for the one with most work."""
     busy = [each["step_ms"]["data"] + each["step_ms"]["compute"] for each in workers if each["step_ms"] is not None]
     return max(busy) - sum(busy) / len(busy) if busy else 0.0
 
 
-def _idle_ms(carried: Sequence[Mapping[str, Any]]) -> float:
-    """How long the workers of a pipeline wait for other stages, in a typical step."""
+def _idle_ms(model_shards: Sequence[Mapping[str, Any]]) -> float:
+    """How long the workers of a pipeline wait for other stages in a typical step."""
     idle = [
-        1000 * (each["stream_seconds"] - each["busy_seconds"])
-        for each in carried
-        if each["stream_seconds"] is not None and each["busy_seconds"] is not None
+        1000 * (each["stage_seconds"] - each["busy_seconds"])
+        for each in model_shards
+        if each["stage_seconds"] is not None and each["busy_seconds"] is not None
     ]
     return sum(idle) / len(idle) if idle else 0.0
 
 
 def _memory(prediction: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of the worker that needs most; and of each that told."""
-    told = {each["rank"]: each["peak_bytes"] for each in report.get("carried") or []}
+    """The largest peak of a worker's memory, and each worker's."""
+    measured = {each["rank"]: each["peak_bytes"] for each in report.get("model_shards") or []}
+    largest = max(measured.values(), default=None)
     peaks = prediction.get("peak_bytes") or []
     if not peaks:
         return None
     return {
         "predicted_bytes": max(peaks),
-        "measured_bytes": max(told.values(), default=None),
-        "error": _rounded(max(peaks) / max(told.values()) - 1) if told and max(told.values()) else None,
+        "measured_bytes": largest,
+        "error": rounded(max(peaks) / largest - 1) if largest else None,
         "workers": [
-            {"rank": rank, "predicted_bytes": peak, "measured_bytes": told.get(rank)} for rank, peak in enumerate(peaks)
+            {"rank": rank, "predicted_bytes": peak, "measured_bytes": measured.get(rank)}
+            for rank, peak in enumerate(peaks)
         ],
     }
-
-
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else round(number, 6)

@@ -1,7 +1,7 @@
-"""What is on the screen while a run goes on: a live view, plain lines, or nothing. Used by the driver.
+"""The screen while a run goes on: a live view, plain lines, or nothing. Used by the driver.
 
-The driver calls `show` for each event (after `Tally.add`) and `tick` whenever it wakes. No view has a thread, and
-none can end a run: one whose stream is gone falls silent.
+The driver calls `show` for each event (after `RunTally.add`) and `tick` whenever it wakes. No view has a thread, and
+a view whose stream is closed falls silent instead of ending the run.
 """
 
 import sys
@@ -33,7 +33,7 @@ class Progress(Protocol):
 
 
 class QuietProgress:
-    """Shows nothing, not even what workers print; it is in the logs."""
+    """Shows nothing. What workers print is in their logs."""
 
     def show(self, event: AnyEvent, tally: RunTally) -> None:
         pass
@@ -46,7 +46,7 @@ class QuietProgress:
 
 
 class _ScrollingLines:
-    """The lines that go by, in both views alike: what workers print, events, and the story of each fault."""
+    """The scrolling lines of both views: prints of workers, events and incidents."""
 
     def __init__(self, *, routine: bool) -> None:
         self._routine = routine
@@ -72,21 +72,19 @@ class _ScrollingLines:
 
     def _event(self, event: AnyEvent) -> list[str]:
         line = live_view.event_line(event, routine=self._routine)
-        if line is not None and isinstance(
-            event, TrafficReported
-        ):  # told again by every new group: news only if it differs
-            travel = line[len(stamp(event.time)) :]
-            line, self._traffic = (None if travel == self._traffic else line), travel
+        if line is not None and isinstance(event, TrafficReported):  # every new group reports it
+            traffic = line[len(stamp(event.time)) :]
+            line, self._traffic = (None if traffic == self._traffic else line), traffic
         return [] if line is None else [line]
 
 
 def _num_printing(tally: RunTally) -> int:
-    """How many workers a line must come from to be everybody's."""
+    """How many workers must print a line for it to be shown without their names."""
     return tally.num_participating if tally.incidents and tally.num_participating else tally.num_workers
 
 
 class PlainLines:
-    """For files and pipes: a line every ten seconds at most, and one at each event."""
+    """For files and pipes: a line of progress every ten seconds, and one for each event."""
 
     def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.time) -> None:
         self._stream: IO[str] | None = stream
@@ -128,7 +126,7 @@ class PlainLines:
 
 
 class LiveView:
-    """For a terminal: an area at the bottom that is drawn again, and the events that scroll by above it."""
+    """For a terminal: a live area at the bottom, and lines that scroll above it."""
 
     def __init__(
         self,
@@ -145,7 +143,7 @@ class LiveView:
         self._live: Live | None = Live(
             console=console,
             auto_refresh=False,
-            transient=True,  # the closing report says it all again
+            transient=True,  # the closing report replaces it
             redirect_stdout=_is_terminal("stdout"),
             redirect_stderr=_is_terminal("stderr"),
         )
@@ -195,15 +193,14 @@ class LiveView:
             self._fall_silent()
 
     def _fall_silent(self) -> None:
-        """The terminal is gone. `quiet` keeps rich from trying it again."""
+        """The terminal is gone. `quiet` keeps rich from writing to it again."""
         self._console.quiet = True
         live, self._live = self._live, None
         if live is not None and self._started:
-            live.stop()  # gives stdout and stderr back
+            live.stop()  # restores stdout and stderr
 
 
 def choose_progress(console: Console, *, quiet: bool = False, plain: bool = False) -> Progress:
-    """The view that fits where the output goes."""
     if quiet:
         return QuietProgress()
     if plain or not console.file.isatty() or console.is_dumb_terminal or not _speaks_unicode(console):
@@ -216,6 +213,6 @@ def _speaks_unicode(console: Console) -> bool:
 
 
 def _is_terminal(name: str) -> bool:
-    """Only what would be drawn over the live area is led through it; what goes to a file or pipe goes there."""
+    """Whether a stream goes to the terminal, and so must be redirected through the live area."""
     stream = getattr(sys, name)
     return stream is not None and not stream.closed and bool(stream.isatty())

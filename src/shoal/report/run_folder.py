@@ -1,4 +1,4 @@
-"""The run folder: everything a run leaves behind, in forms that a program can read. Used by driver, report, resume.
+"""The run folder: everything that a run writes. Used by the driver, by reports and by resumed runs.
 
 config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  model.safetensors  checkpoints/
 worker-0.log …
@@ -46,7 +46,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, run_dir: Path | None, *, root: Path = DEFAULT_ROOT) -> "RunFolder":
-        """The given folder, or a fresh `runs/<4 hex>`; it exists and can be written to when this returns."""
+        """Creates the given folder, or a fresh `runs/<4 hex>`, and checks that it can be written to."""
         if run_dir is not None:
             held = [name for name in ("report.json", "events.jsonl") if atomic_write.exists(run_dir / name)]
             if held:
@@ -74,7 +74,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """A folder that already holds a run, to resume or report it. Writes nothing."""
+        """Opens a folder that holds a run. Writes nothing."""
         if not _is_run(path):
             why = (
                 "holds no run: no events.jsonl, report.json, config.json"
@@ -109,7 +109,7 @@ class RunFolder:
         return self.path / f"server-{shard}.log"
 
     def files(self) -> list[str]:
-        """Names of the files worth knowing that are there."""
+        """The names of the run's main files that exist."""
         known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, self.model)
         return [file.name for file in known if atomic_write.exists(file)]
 
@@ -120,14 +120,14 @@ class RunFolder:
             raise _unwritable(path, error) from error
 
     def append_event(self, event: AnyEvent) -> None:
-        """Never raises for the disk's sake: a run is worth more than its log. See `write_errors`."""
+        """Counts an error of the disk in `write_errors` instead of raising: it must not end the run."""
         self._append(self._events, encode(event))
         line = _metrics_line(event)
         if line is not None:
             self._append(self._metrics, msgspec.json.encode(line))
 
     def read_events(self) -> list[AnyEvent]:
-        """All that was told so far; a torn line costs itself."""
+        """All events so far, without torn lines."""
         found: list[AnyEvent] = []
         with contextlib.suppress(OSError):
             for line in self.events.read_bytes().splitlines():
@@ -160,7 +160,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     path: str
-    when: float  # of the last that is known of it; seconds since 1970
+    when: float  # of its last event or file; seconds since 1970
     outcome: str  # done, stopped, failed; unfinished: still running, or the driver was killed
     job: str = "?"
     workers: int | None = None
@@ -170,7 +170,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
-    """By folder, by id or the beginning of one, or the newest."""
+    """The run of this folder, id or beginning of an id; without a name the newest."""
     found = _newest_first(root)
     if name is None:
         if not found:
@@ -189,7 +189,7 @@ def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
 
 
 def list_runs(root: Path = DEFAULT_ROOT) -> list[RunLine]:
-    """Newest first. A file that cannot be read costs its run the details, not the list."""
+    """All runs, newest first. A run whose files cannot be read is listed without details."""
     return [_run_line(RunFolder(path)) for path in _newest_first(root)]
 
 
@@ -213,7 +213,7 @@ def _run_line(folder: RunFolder) -> RunLine:
         for text in atomic_write.head_and_tail(folder.events, 64 * 1024):
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
                 event = decode(text)
-                if event.time > ended:  # after a report: the run was taken up again
+                if event.time > ended:  # the run was resumed after its report
                     line = _with_event(line, event)
     return line
 
@@ -243,7 +243,7 @@ def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
             "epoch": event.epoch,
             "time": event.time,
             "loss": event.loss,
-            "rate": event.learning_rate,
+            "learning_rate": event.learning_rate,
             "samples_per_second": event.samples / seconds if seconds else None,
         }
     if isinstance(event, ModelEvaluated):

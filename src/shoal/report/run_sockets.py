@@ -1,6 +1,6 @@
-"""Sockets that are files: how processes of one machine find each other through a run's folder.
+"""Unix sockets in a run's folder, through which processes of one machine find each other.
 
-By way of the open folder: the path of a socket must be short, that of a folder need not be.
+A socket's path must be short, so it goes through the file descriptor of the open folder.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def listen(address: Path, kind: socket.SocketKind) -> socket.socket:
-    """Only this user can connect. A file that was left there is replaced."""
+    """Only this user can connect. Replaces a file of an earlier run."""
     listener = socket.socket(socket.AF_UNIX, kind)
     address.unlink(missing_ok=True)
     with _short(address) as path:

@@ -1,11 +1,10 @@
-"""`shoal why`: who waits for whom, in which operation, since when, and where everybody's own code is. Pure rendering.
+"""The text of `shoal why`: which workers wait for which, in which operation, since when, and at which line. Pure.
 
-Waits are arrows from worker to worker. Whoever is waited for and does not wait itself is at the end of all of them,
-and it is what holds up the run:
+Waits are arrows between workers. A worker that others wait for and that does not wait itself holds up the run:
 
     0 ──► 2    1 ──► 2    3 ──► 2        worker 2 holds up 0 1 3
-    0 ──► 1    1 ──► 2                   likewise, through worker 1
-    0 ──► 1    1 ──► 0                   nobody is at the end: they wait for each other
+    0 ──► 1    1 ──► 2                   worker 2 holds up 0 1, the former through worker 1
+    0 ──► 1    1 ──► 0                   they wait for each other
 """
 
 import re
@@ -16,13 +15,11 @@ import msgspec
 from shoal.report import human
 
 RUNNING, WAITING, STOPPED, SILENT, GONE = "running", "waiting", "stopped", "silent", "gone"
-AT_WORK = ("works", "")  # phases that say nothing beyond the state
+AT_WORK = ("works", "")  # phases without further detail
 _LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker is doing at one moment."""
-
     worker: int
     incarnation: int = 0
     host: str = ""
@@ -30,16 +27,16 @@ class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running; waiting: for other workers; stopped: by a signal; silent: does not answer; gone
     operation: str = ""  # "merge, number 18204"
     waits_for: list[int] = []
-    since: float = 0.0  # seconds in this operation, or in this phase
+    since: float = 0.0  # seconds in this operation or phase
     step: int = 0  # committed
     phase: str = ""  # "computing lane 3", "between steps", "recovering: waits for worker 2's position"
     user_line: str = ""  # "train.py:88  in tokenize:  json.loads(line)"
     stack: list[str] = []  # innermost first
-    silent_seconds: float = 0.0  # ago
+    silent_seconds: float = 0.0
 
 
 def render(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> str:
-    """The conclusion first, then a line for every worker."""
+    """The conclusion, then a line for every worker."""
     if not activities:
         return "no worker of this run is known to be alive"
     return "\n".join([*conclusion(activities, run=run), "", *table(activities)])
@@ -51,15 +48,16 @@ def render(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> str:
 def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> list[str]:
     workers = newest(activities)
     waits = _waits(workers)
-    held = find_blockers(waits)
+    blocked = find_blockers(waits)
     lines: list[str] = []
-    for holder in sorted(held, key=lambda each: (-len(held[each]), each)):
-        lines += _blocked_lines(workers, waits, holder, held[holder], run)
-    for circle in find_wait_cycles(waits):
-        lines += _cycle_lines(workers, waits, circle)
-    unheard = [each for each in workers.values() if each.state in (STOPPED, SILENT, GONE) and each.worker not in held]
-    for each in unheard:
-        lines += _unreachable_lines(each, run)
+    for blocker in sorted(blocked, key=lambda each: (-len(blocked[each]), each)):
+        lines += _blocked_lines(workers, waits, blocker, blocked[blocker], run)
+    for cycle in find_wait_cycles(waits):
+        lines += _cycle_lines(workers, waits, cycle)
+    for each in workers.values():
+        if each.state in (STOPPED, SILENT, GONE) and each.worker not in blocked:
+            lines.append(f"worker {each.worker}: {_doing(each)}; no worker waits for it")
+            lines += [f"  {line}" for line in _advice(each, run)]
     others = [each for each in workers.values() if each.state == WAITING and not waits.get(each.worker)]
     lines += [f"worker {each.worker} {_phase(each)}, for {human.duration(each.since)}" for each in others]
     busy = [each for each in workers.values() if each.state == RUNNING and each.phase not in AT_WORK]
@@ -69,17 +67,17 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
         return [f"worker {each.worker} {each.phase}, for {human.duration(each.since)}" for each in busy]
     if len(workers) == 1:
         (only,) = workers.values()
-        return [f"nobody waits: worker {only.worker} is alone{_at(only, ' and at ')}"]
-    return [f"nobody waits: all {len(workers)} workers compute"]
+        return [f"no worker waits: worker {only.worker} is alone{_at(only, ' and at ')}"]
+    return [f"no worker waits: all {len(workers)} compute"]
 
 
 def newest(activities: Sequence[WorkerActivity]) -> dict[int, WorkerActivity]:
-    """Of several lives of a worker the last one, by number."""
+    """The newest incarnation of each worker, by number."""
     return {each.worker: each for each in sorted(activities, key=lambda each: (each.worker, each.incarnation))}
 
 
 def find_blockers(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Those at the end of the waits, with all who wait for them, directly or through others."""
+    """Workers that do not wait, with all that wait for them, directly or through others."""
     found: dict[int, set[int]] = {}
     for worker in waits:
         for end in _reached(waits, worker):
@@ -89,26 +87,23 @@ def find_blockers(waits: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
 
 
 def find_wait_cycles(waits: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Workers that wait for each other, of whom no wait leads to anybody who does not."""
+    """Groups of workers that wait for each other, and for no worker outside that does not wait."""
     found: list[list[int]] = []
     for worker in sorted(waits):
         reached = _reached(waits, worker)
         if all(waits.get(end) for end in reached):
-            circle = sorted(each for each in reached if worker in _reached(waits, each)) or sorted(reached)
-            if circle and circle not in found:
-                found.append(circle)
+            cycle = sorted(each for each in reached if worker in _reached(waits, each)) or sorted(reached)
+            if cycle and cycle not in found:
+                found.append(cycle)
     return found
 
 
 def longest_wait_chain(waits: Mapping[int, Sequence[int]], end: int) -> list[int]:
-    """The longest way to this worker along which each waits for the next."""
-    longest: list[int] = []
-    ways = [[end]]
-    while ways:
-        way = ways.pop()
-        longest = max(longest, way, key=len)
-        ways += [[worker, *way] for worker in sorted(waits) if way[0] in waits[worker] and worker not in way][:1]
-    return longest
+    """A chain of workers, each waiting for the next, that leads to this one."""
+    chain = [end]
+    while longer := [each for each in sorted(waits) if chain[0] in waits[each] and each not in chain]:
+        chain.insert(0, longer[0])
+    return chain
 
 
 def _waits(workers: Mapping[int, WorkerActivity]) -> dict[int, list[int]]:
@@ -118,12 +113,12 @@ def _waits(workers: Mapping[int, WorkerActivity]) -> dict[int, list[int]]:
 
 def _reached(waits: Mapping[int, Sequence[int]], worker: int) -> set[int]:
     reached: set[int] = set()
-    ahead = list(waits.get(worker, ()))
-    while ahead:
-        each = ahead.pop()
+    pending = list(waits.get(worker, ()))
+    while pending:
+        each = pending.pop()
         if each not in reached:
             reached.add(each)
-            ahead += waits.get(each, ())
+            pending += waits.get(each, ())
     return reached
 
 
@@ -134,18 +129,18 @@ def _blocked_lines(
     waiting: Sequence[int],
     run: str,
 ) -> list[str]:
-    at = workers.get(blocker)
+    activity = workers.get(blocker)
     whom = "the others" if len(waiting) == len(workers) - 1 > 1 else _names(waiting)
     longest = max((workers[each] for each in waiting), key=lambda each: each.since)
     have = "has" if len(waiting) == 1 else "have"
     inside = f", in {_number(longest.operation)}" if longest.operation else ""
     waited = f"{_names(waiting)} {have} waited for {human.duration(longest.since)}{inside}"
-    lines = [f"worker {blocker} holds up {whom}: {_doing(at)}; {waited}"]
-    way = longest_wait_chain(waits, blocker)
-    if len(way) > 2:
-        links = f"worker {way[0]} waits for {', which waits for '.join(f'worker {each}' for each in way[1:])}"
-        lines.append(f"  {links}")
-    return lines + [f"  {line}" for line in _advice(at, run)]
+    lines = [f"worker {blocker} holds up {whom}: {_doing(activity)}; {waited}"]
+    chain = longest_wait_chain(waits, blocker)
+    if len(chain) > 2:
+        links = ", which waits for ".join(f"worker {each}" for each in chain[1:])
+        lines.append(f"  worker {chain[0]} waits for {links}")
+    return lines + [f"  {line}" for line in _advice(activity, run)]
 
 
 def _cycle_lines(
@@ -161,21 +156,17 @@ def _cycle_lines(
     return lines
 
 
-def _unreachable_lines(each: WorkerActivity, run: str) -> list[str]:
-    return [f"worker {each.worker}: {_doing(each)}; nobody waits for it", *(f"  {line}" for line in _advice(each, run))]
-
-
 def _doing(each: WorkerActivity | None) -> str:
     if each is None:
-        return "nothing is known of it"
+        return "its state is unknown"
     place = ", ".join([*([each.host] if each.host else []), *([f"pid {each.pid}"] if each.pid is not None else [])])
     place = f" ({place})" if place else ""
-    heard = human.duration(each.silent_seconds)
     match each.state:
         case "stopped":
             return f"its process{place} is stopped, by SIGSTOP or a debugger{_at(each, '; it is at ')}"
         case "silent":
-            return f"its process{place} has not been heard of for {heard}{_at(each, '; it was at ')}"
+            silent = human.duration(each.silent_seconds)
+            return f"its process{place} has been silent for {silent}{_at(each, '; it was at ')}"
         case "gone":
             return f"its process{place} has ended"
     if each.user_line:
@@ -184,15 +175,15 @@ def _doing(each: WorkerActivity | None) -> str:
 
 
 def _advice(each: WorkerActivity | None, run: str) -> list[str]:
-    """What can be typed. `kill` on the host itself: a stopped process answers to nothing else."""
+    """Commands to type. `kill` on the host itself, since a stopped process answers no request."""
     if each is None or each.pid is None:
         return []
     on_host = f" on {each.host}" if each.host else ""
     match each.state:
         case "stopped":
-            return [f"go on: kill -CONT {each.pid}    without it: kill -KILL {each.pid}{on_host}"]
+            return [f"continue it: kill -CONT {each.pid}    end it: kill -KILL {each.pid}{on_host}"]
         case "silent":
-            return [f"without it: kill -KILL {each.pid}{on_host}    its last words: shoal report {run}"]
+            return [f"end it: kill -KILL {each.pid}{on_host}    its last lines: shoal report {run}"]
     return []
 
 
@@ -213,7 +204,7 @@ def _code(line: str) -> str:
 
 
 def _number(operation: str) -> str:
-    """Long numbers with commas: 18204 becomes 18,204."""
+    """Writes long numbers with commas: 18,204."""
     return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", operation)
 
 
@@ -225,16 +216,15 @@ def _names(workers: Sequence[int]) -> str:
 
 
 def table(activities: Sequence[WorkerActivity]) -> list[str]:
-    """One line a worker, in columns as wide as they need; the last one, the line of code, is never cut."""
+    """One line per worker, in columns as wide as needed."""
     rows: list[tuple[str, ...]] = [("worker", "host", "pid", "step", "does", "for", "own code")]
     rows += [_row(each) for each in newest(activities).values()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return human.columns(rows)
 
 
 def _row(each: WorkerActivity) -> tuple[str, ...]:
     return (
-        str(each.worker) if each.incarnation == 0 else f"{each.worker} (life {each.incarnation})",
+        str(each.worker) if each.incarnation == 0 else f"{each.worker} (incarnation {each.incarnation})",
         each.host,
         "" if each.pid is None else str(each.pid),
         f"{each.step:,}" if each.step >= 0 else "",

@@ -1,11 +1,10 @@
-"""A run in TensorBoard: the same numbers as `metrics.jsonl`, for those who have their dashboards there. Optional."""
+"""Writes the numbers of `metrics.jsonl` for TensorBoard. Optional."""
 
 from typing import TYPE_CHECKING
 
 from shoal.errors import InputError
-from shoal.report.events import AnyEvent, ModelEvaluated, RunResumed, StepsCommitted
+from shoal.report.events import TIME_PARTS, AnyEvent, ModelEvaluated, RunResumed, StepsCommitted
 from shoal.report.run_folder import RunFolder
-from shoal.report.summarize import TIME_PARTS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -17,11 +16,11 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise InputError(
-                f"writing for TensorBoard was asked for, but the package tensorboard is not there ({error})",
+                f"--tensorboard needs the package tensorboard, which is missing ({error})",
                 fix="pip install 'shoal[tensorboard]'",
             ) from error
         self.path = folder.path / "tensorboard"
-        self.error: str | None = None  # a full disk ends the writing here, not the run
+        self.error: str | None = None  # a full disk ends this writing, not the run
         self._kind = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._closed = False
@@ -64,6 +63,6 @@ class TensorBoard:
         writer.add_scalar(name, float("nan") if number is None else number, step, walltime=when)
 
     def _open(self, *, purge_step: int | None) -> "SummaryWriter":
-        """`purge_step` hides what a run wrote after the checkpoint that it is resumed from."""
+        """`purge_step` hides values after the checkpoint from which the run resumed."""
         self._writer = self._kind(str(self.path), purge_step=purge_step)
         return self._writer

@@ -1,4 +1,4 @@
-"""The members of a run over time, drawn in text: one row per worker. Pure; for the closing report.
+"""Draws the members of a run over time, one row per worker. Pure; for the closing report.
 
 worker   0:00                                  2:44
 0        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
@@ -12,7 +12,7 @@ from shoal.report import human
 from shoal.report.incidents import Incident
 from shoal.report.participation import ALIVE, PARTICIPATING, ParticipationSpan, participation_span
 
-# meaning: sign, and how it is written where only ASCII is
+# meaning: sign, and its ASCII form
 SIGNS = {
     "takes part": ("━", "="),
     "alive": ("╌", "-"),
@@ -34,15 +34,15 @@ def draw(
     width: int,
     ascii_only: bool = False,
 ) -> list[str]:
-    """Rows for the workers to which something happened, the rest in one line. Nothing, if nothing happened."""
-    marks = [mark for fault in incidents for mark in _marks(fault)]
-    moved = {worker for worker, _, _ in marks}
-    taken = participation_span(spans, began, ended)
-    if not moved or taken is None:
+    """A row for each worker, or where they are many, for each with an incident. Empty without incidents."""
+    marks = [mark for incident in incidents for mark in _marks(incident)]
+    changed = {worker for worker, _, _ in marks}
+    period = participation_span(spans, began, ended)
+    if not changed or period is None:
         return []
-    began, ended = taken
+    began, ended = period
     workers = sorted({each.worker for each in spans})
-    shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in moved][:MOST_ROWS]
+    shown = workers if len(workers) <= MOST_ROWS else [each for each in workers if each in changed][:MOST_ROWS]
     names = max(len("worker"), *(len(str(each)) for each in shown))
     cells = max(NARROWEST, min(WIDEST, width - names - 2))
     last = human.duration(ended - began)
@@ -61,7 +61,7 @@ def draw(
     legend = [f"{_sign(what, ascii_only)} {what}" for what in SIGNS if what in used]
     rest = len(workers) - len(shown)
     if rest:
-        more = sum(each in moved for each in workers if each not in shown)
+        more = any(each in changed for each in workers if each not in shown)
         legend.append(f"and {rest} more" if more else f"and {rest} more that took part all the time")
     return [*lines, "  ".join(legend)]
 
@@ -81,7 +81,7 @@ def _row(
     for when, what in sorted(marks):
         if began <= when <= ended:
             at = cell(when)
-            # Two things in one cell: the second goes beside the first, if there is room.
+            # A second mark goes beside the first.
             row[at if row[at] in ("", "alive", "takes part") else min(at + 1, cells - 1)] = what
     return row
 

@@ -1,17 +1,18 @@
-"""Faults in words: for the lines of a view, for the closing report and for errors. Pure."""
+"""Incidents in words, for the live view, the closing report and errors. Pure."""
 
 import signal
 import time
 from collections.abc import Iterator
 
 from shoal.report import human
+from shoal.report.events import DriverChanged
 from shoal.report.incidents import Incident
 
 
 def exit_text(code: int | None, *, guess: bool = False) -> str:
-    """How a process ended, by its exit code; `guess`: with what is often behind it, if nobody has looked."""
+    """How a process ended, by its exit code; `guess` adds the usual cause of SIGKILL."""
     if code is None:
-        return "ended, nobody knows how"
+        return "ended, exit code unknown"
     if code >= 0:
         return f"ended with code {code}"
     try:
@@ -22,7 +23,7 @@ def exit_text(code: int | None, *, guess: bool = False) -> str:
 
 
 def end_text(incident: Incident) -> str:
-    """Its end: by signal or code if it is known, else how it was noticed."""
+    """How a worker ended: by signal or exit code if known, else how its loss was detected."""
     if incident.out_of_memory:
         return "killed (SIGKILL: out of memory)"
     if incident.unresponsive:
@@ -33,29 +34,25 @@ def end_text(incident: Incident) -> str:
 
 
 def sentence(incident: Incident, *, place: bool = False) -> str:
-    """What happened and what the others did, as far as it is known; with host and process if `place` is asked for."""
+    """The incident and how the run went on, as far as known; `place` adds host and process."""
     return "; ".join(sentence_parts(incident, place=place))
 
 
 def replacement_text(incident: Incident) -> str | None:
-    """What became of its place."""
+    """When the worker's replacement joined; None: not yet."""
     if incident.rejoin_step is None or incident.rejoin_seconds is None:
         return None
-    by = "came back" if incident.next_incarnation == incident.incarnation else f"life {incident.next_incarnation}"
-    return (
-        f"{by} took part again from step {incident.rejoin_step + 1:,}, after {human.duration(incident.rejoin_seconds)}"
-    )
+    same = incident.next_incarnation == incident.incarnation
+    joins = "the same process joins again" if same else f"incarnation {incident.next_incarnation} joins"
+    return f"{joins} at step {incident.rejoin_step + 1:,}, after {human.duration(incident.rejoin_seconds)}"
 
 
 def full_text(incident: Incident) -> str:
-    """The story in one line, for the closing report."""
-    parts = [sentence(incident, place=True)]
-    if incident.kind in ("lost", "left"):
-        parts += [
-            replacement_text(incident)
-            or ("" if incident.next_incarnation is None else f"life {incident.next_incarnation} never took part")
-        ]
-    return "; ".join(part for part in parts if part)
+    """The incident in one line, for the closing report."""
+    text = sentence(incident, place=True)
+    if incident.kind not in ("lost", "left") or incident.next_incarnation is None:
+        return text
+    return f"{text}; {replacement_text(incident) or f'incarnation {incident.next_incarnation} never joined'}"
 
 
 def stamp(when: float) -> str:
@@ -65,81 +62,84 @@ def stamp(when: float) -> str:
 def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
     match incident.kind:
         case "lost":
-            early = " before it took part" if incident.not_member else ""
-            yield f"{_who(incident, place=place)} {end_text(incident)}{early}"
+            early = " before it joined" if incident.not_member else ""
+            yield f"{_worker_text(incident, place=place)} {end_text(incident)}{early}"
             if place and incident.code is not None and incident.detected_by and not incident.unresponsive:
-                yield f"noticed: {incident.detected_by}"
-            yield from _aftermath(incident)
+                yield f"detected: {incident.detected_by}"
+            yield from _recovery(incident)
         case "left":
-            yield f"{_who(incident, place=place)} left after step {incident.step or 0:,}: {incident.reason}"
+            yield f"{_worker_text(incident, place=place)} left after step {incident.step or 0:,}: {incident.reason}"
             if not incident.redone:
-                yield "nothing is done again"
-            yield from _aftermath(incident)
+                yield "no step is redone"
+            yield from _recovery(incident)
         case "joined":
             at = "" if incident.step is None else f" at step {incident.step:,}"
-            came = "is on its way" if incident.generation is None and not incident.with_servers else "joined"
-            yield f"{_who(incident, place=place)} {came}{at}: {incident.reason}"
+            state = "is starting" if incident.generation is None and not incident.with_servers else "joined"
+            yield f"{_worker_text(incident, place=place)} {state}{at}: {incident.reason}"
             if not incident.with_servers:
                 yield from _commit(incident)
         case "regrouped":
             yield incident.reason
-            yield from _aftermath(incident)
-        case "back":
+            yield from _recovery(incident)
+        case "rolled-back":
             if incident.reason:
                 yield incident.reason
             if incident.step is not None:
-                yield f"on from the checkpoint of step {incident.step:,}"
-                yield f"{human.plural(incident.repeated, 'step')} done again"
-        case "relaid":
+                yield f"the run continues from the checkpoint of step {incident.step:,}"
+                yield f"{human.plural(incident.repeated, 'step')} repeated"
+        case "layout-changed":
             yield incident.reason
-        case "store":
+        case "store-outage":
             yield f"store {incident.reason} cannot be reached: training goes on, changes of membership wait"
             if incident.seconds is not None:
                 yield f"back after {human.duration(incident.seconds)}"
-        case "server":
+        case "server-lost":
             at = f" (pid {incident.pid})" if place and incident.pid is not None else ""
             yield f"server {incident.shard}{at} {exit_text(incident.code)}"
-            yield from _server(incident)
-        case "away":
+            yield from _server_recovery(incident)
+        case "server-outage":
             yield f"{_waiting(incident)} server {incident.shard} at {incident.reason} since {stamp(incident.time)}"
             if incident.seconds is not None:
                 yield f"reached again after {human.duration(incident.seconds)}"
-        case "driver":
-            yield f"process {incident.pid} on {incident.host} watches over the run now"
+        case "driver-changed":
+            yield driver_text(incident)
 
 
-def _who(incident: Incident, *, place: bool) -> str:
-    notes = [] if incident.incarnation == 0 else [f"life {incident.incarnation}"]
+def driver_text(driver: Incident | DriverChanged) -> str:
+    return f"process {driver.pid} on {driver.host} is the driver now"
+
+
+def _worker_text(incident: Incident, *, place: bool) -> str:
+    notes = [] if incident.incarnation == 0 else [f"incarnation {incident.incarnation}"]
     if place:
         notes += [incident.host] if incident.host else []
         notes += [f"pid {incident.pid}"] if incident.pid is not None else []
     return f"worker {incident.worker} ({', '.join(notes)})" if notes else f"worker {incident.worker}"
 
 
-def _server(incident: Incident) -> Iterator[str]:
+def _server_recovery(incident: Incident) -> Iterator[str]:
     if incident.seconds is None:
         if incident.action:
             yield incident.action
         if incident.members and not incident.ends_the_run:
             yield f"{_waiting(incident)} it at {incident.reason}"
         return
-    having = "" if incident.version is None else f" with {human.plural(incident.version, 'update')}"
-    yield f"back after {human.duration(incident.seconds)}{having}"
+    updates = "" if incident.version is None else f" with {human.plural(incident.version, 'update')}"
+    yield f"back after {human.duration(incident.seconds)}{updates}"
     if incident.repeated:
-        again = human.plural(incident.repeated, "step")
-        yield f"all servers went on from step {incident.step or 0:,}, {again} done again"
+        steps = human.plural(incident.repeated, "step")
+        yield f"all servers continue from step {incident.step or 0:,}, {steps} repeated"
     if incident.pushes_lost:
-        yield f"{human.plural(incident.pushes_lost, 'acknowledged update')} lost with it, since its snapshot was older"
+        yield f"{human.plural(incident.pushes_lost, 'acknowledged update')} lost, since its snapshot is older"
 
 
 def _waiting(incident: Incident) -> str:
-    workers = " ".join(map(str, incident.members))
-    if incident.seconds is not None:
-        return f"worker{'s' if len(incident.members) > 1 else ''} {workers} waited for"
-    return f"worker {workers} waits for" if len(incident.members) == 1 else f"workers {workers} wait for"
+    several = len(incident.members) > 1
+    verb = "waited for" if incident.seconds is not None else "wait for" if several else "waits for"
+    return f"worker{'s' if several else ''} {' '.join(map(str, incident.members))} {verb}"
 
 
-def _aftermath(incident: Incident) -> Iterator[str]:
+def _recovery(incident: Incident) -> Iterator[str]:
     if incident.not_member:
         return
     if incident.generation is None or incident.ends_the_run:
@@ -149,10 +149,11 @@ def _aftermath(incident: Incident) -> Iterator[str]:
             yield from _commit(incident)
         return
     members = " ".join(str(worker) for worker in incident.members)
+    one = len(incident.members) == 1
     if incident.redone:
-        yield f"step {(incident.step or 0) + 1:,} done again by {members}"
+        yield f"{members} redo{'es' if one else ''} step {(incident.step or 0) + 1:,}"
     elif members:
-        yield f"{members} go{'es' if len(incident.members) == 1 else ''} on"
+        yield f"{members} go{'es' if one else ''} on"
     yield from _commit(incident)
 
 

@@ -1,21 +1,21 @@
-"""What workers print: equal prints once, others with the worker's name before them. Used by the views.
+"""Prints of workers: a line that all print is shown once, others with the workers' names. Used by the views.
 
-N workers that run the same file print the same line N times, a moment apart. A line is therefore held until every
-worker has printed it (shown once, bare) or a second has passed (shown with the names of those that did).
+A line is held until every worker has printed it (shown once, without names) or a second has passed (shown with the
+names of the workers that printed it).
 """
 
 import re
 from dataclasses import dataclass, field
 
 HOLD_SECONDS = 1.0
-MOST_HELD = 1000  # more than that is a flood: the oldest go out, held long enough or not
+MOST_HELD = 1000  # beyond that the oldest lines are shown at once
 
 _ESCAPE_CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)", re.DOTALL)
 _CONTROL_CODES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def clean(text: str) -> str:
-    """Text without escape codes. Of a line drawn over itself with carriage returns only the last state is kept."""
+    """Text without escape codes, and of each line only what follows the last carriage return."""
     lines = (_ESCAPE_CODES.sub("", line).rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return "\n".join(_CONTROL_CODES.sub("", line) for line in lines)
 
@@ -40,7 +40,7 @@ class PrintBuffer:
         self._held.append(_HeldLine(text=text, since=now, ranks={rank}))
 
     def ready(self, now: float, workers: int) -> list[str]:
-        """Lines to show now, in the order in which they were first printed: none overtakes one that is held."""
+        """Lines to show now, in the order in which they were first printed."""
         lines = []
         while self._held and self._is_ready(self._held[0], now, workers):
             lines.append(_line(self._held.pop(0), workers))

@@ -1,8 +1,8 @@
-"""For tests, ours and yours: real processes as ranks, tiny models with their data, and a watch for what is left behind.
+"""For tests of Shoal and of its users: ranks as real processes, tiny models with their data, and a check for leftovers.
 
 ranks(2, lambda group: group.gather(torch.tensor([group.rank])))    one result per rank
 report = shoal.train(job_for(everything), workers=2, quiet=True)
-with leftovers() as left: ...                                      left: what was not there before
+with leftovers() as left: ...                                      left: what the block began and did not end
 """
 
 from shoal.driver.local_ranks import RanksFailed, ranks

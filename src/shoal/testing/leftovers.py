@@ -1,7 +1,7 @@
-"""What a block of code began and did not end: processes, threads, ports, shared memory.
+"""Finds what a block of code began and did not end: processes, threads, ports, shared memory.
 
-Also processes that have left their parent and its session behind, as a run that outlives its driver does: what a block
-started with another program is known by a word in its environment, what it forked by its being the same program.
+Also finds processes that left their parent and its session, as a run that outlives its driver does: other programs by
+a token in their environment, forks because they run the same program.
 """
 
 import os
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 SETTLE_SECONDS = 2.0  # how long something that is already ending may take
-MARK_VARIABLE = "SHOAL_LEFTOVERS"  # an environment variable, with a word that only this block has
+MARK_VARIABLE = "SHOAL_LEFTOVERS"  # an environment variable with a token that only this block has
 TCP = (socket.AF_INET, socket.AF_INET6)
-_blocks: list[tuple[str, float]] = []  # that are open: the word of each, and when it began
-MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # ours, torch's, Python's; others on this machine use /dev/shm too
+_blocks: list[tuple[str, float]] = []  # open blocks: the token of each, and when it began
+MEMORY_NAMES = ("shoal", "torch_", "psm_", "sem.")  # of Shoal, torch and Python; other programs use /dev/shm too
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def leftovers() -> Iterator[list[str]]:
     processes (also orphans), threads that keep the interpreter from ending, listening ports, shared memory."""
     left: list[str] = []
     outer = os.environ.get(MARK_VARIABLE)
-    os.environ[MARK_VARIABLE] = word = secrets.token_hex(8)
+    os.environ[MARK_VARIABLE] = token = secrets.token_hex(8)
     before = _remaining()
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
-    _blocks.append((word, began))
+    _blocks.append((token, began))
     try:
         yield left
     finally:
@@ -43,32 +43,32 @@ def leftovers() -> Iterator[list[str]]:
             os.environ[MARK_VARIABLE] = outer
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        left[:] = [text for key, text in _remaining(began, word).items() if key not in before]
+        left[:] = [text for key, text in _remaining(began, token).items() if key not in before]
         if not left or time.monotonic() > deadline:
             return
         time.sleep(0.01)
 
 
 def end_detached() -> None:
-    """Ends processes that the innermost block began and that have left their parents behind."""
-    word, began = _blocks[-1]
-    while found := _detached(table := _processes(), word, began) | _forked(table, began):
+    """Ends processes that the innermost block began and that have left their parents."""
+    token, began = _blocks[-1]
+    while found := _detached(table := _processes(), token, began) | _forked(table, began):
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
 
 
-def _remaining(orphans_since: float | None = None, word: str | None = None) -> dict[tuple[str, Any], str]:
+def _remaining(orphans_since: float | None = None, token: str | None = None) -> dict[tuple[str, Any], str]:
     held: dict[tuple[str, Any], str] = {}
     table = _processes()
     mine = _descendants(table, os.getpid())
     if orphans_since is not None:
-        mine |= _orphans(table, orphans_since) | _forked(table, orphans_since) | _detached(table, word, orphans_since)
+        mine |= _orphans(table, orphans_since) | _forked(table, orphans_since) | _detached(table, token, orphans_since)
     for pid in mine:
-        one = table[pid]
-        state = "ended, but nobody waited for it" if one.state == "Z" else "still runs"
-        held["process", (pid, one.started)] = f"process {pid} ({one.name}) {state}"
+        process = table[pid]
+        state = "ended, but its parent did not wait for it" if process.state == "Z" else "still runs"
+        held["process", (pid, process.started)] = f"process {pid} ({process.name}) {state}"
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             held["thread", thread.ident] = f"thread {thread.name} still runs"
@@ -92,7 +92,7 @@ def _processes() -> dict[int, _ProcessInfo]:
     found: dict[int, _ProcessInfo] = {}
     ticks = os.sysconf("SC_CLK_TCK")
     for entry in os.listdir("/proc"):
-        # Empty: it ended meanwhile. Its name may have spaces and brackets.
+        # An empty line: the process ended meanwhile. Its name may have spaces and brackets.
         if entry.isdigit() and (line := _read(int(entry), "stat")):
             name, _, rest = line.decode(errors="replace").partition("(")[2].rpartition(") ")
             fields = rest.split()
@@ -108,47 +108,50 @@ def _processes() -> dict[int, _ProcessInfo]:
 
 def _descendants(table: dict[int, _ProcessInfo], root: int) -> set[int]:
     found: set[int] = set()
-    while more := {pid for pid, one in table.items() if one.parent in found | {root}} - found:
+    while more := {pid for pid, process in table.items() if process.parent in found | {root}} - found:
         found |= more
     return found
 
 
 def _orphans(table: dict[int, _ProcessInfo], since: float) -> set[int]:
-    """Processes of our session whose parent is of another one: their own parent died before them."""
+    """Processes of this session whose parent is of another session: their own parent died before them."""
     session = os.getsid(0)
     return {
         pid
-        for pid, one in table.items()
-        if one.session == session
+        for pid, process in table.items()
+        if process.session == session
         and pid != session
-        and one.state != "Z"
-        and one.started >= since - 0.02  # the kernel counts in hundredths
-        and one.parent in table
-        and table[one.parent].session != session
+        and process.state != "Z"
+        and process.started >= since - 0.02  # the kernel counts in hundredths
+        and process.parent in table
+        and table[process.parent].session != session
     }
 
 
-def _detached(table: dict[int, _ProcessInfo], word: str | None, since: float) -> set[int]:
-    """Programs that were started with this word in their environment, and what they forked, without our children."""
-    mark = f"{MARK_VARIABLE}={word}".encode()
+def _detached(table: dict[int, _ProcessInfo], token: str | None, since: float) -> set[int]:
+    """Programs that started with this token in their environment, and their forks, without children of this process."""
+    mark = f"{MARK_VARIABLE}={token}".encode()
     mine = _descendants(table, os.getpid())
     return {
         pid
-        for pid, one in table.items()
-        if one.started >= since - 0.02
+        for pid, process in table.items()
+        if process.started >= since - 0.02
         and pid not in mine
-        and one.state != "Z"
+        and process.state != "Z"
         and mark in _read(pid, "environ").split(b"\0")
     }
 
 
 def _forked(table: dict[int, _ProcessInfo], since: float) -> set[int]:
-    """Forks of this program that another program has adopted, with what they forked themselves."""
+    """Forks of this program whose parent is another program, with their own forks."""
     own = _program(os.getpid())
     found = {
         pid
-        for pid, one in table.items()
-        if one.started >= since - 0.02 and one.state != "Z" and _program(pid) == own and _program(one.parent) != own
+        for pid, process in table.items()
+        if process.started >= since - 0.02
+        and process.state != "Z"
+        and _program(pid) == own
+        and _program(process.parent) != own
     }
     for pid in list(found):
         found |= _descendants(table, pid)
@@ -168,25 +171,25 @@ def _read(pid: int, part: str) -> bytes:
 
 
 def _listening() -> dict[int, str]:
-    """The TCP ports that this process listens on, by the socket's inode. The sockets are asked: tables of the kernel
-    hold those of everybody and are slow to read."""
+    """The TCP ports that this process listens on, by the socket's inode. Asks the sockets: the kernel's tables hold
+    those of all processes and are slow to read."""
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was closed meanwhile: the listing itself is one
+        with suppress(OSError):  # it was closed meanwhile, as the listing's own descriptor is
             status = os.fstat(number := int(name))
             if not stat.S_ISSOCK(status.st_mode):
                 continue
-            one = socket.socket(fileno=number)
+            probe = socket.socket(fileno=number)
             try:
-                if one.family in TCP and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[status.st_ino] = f"port {one.getsockname()[1]}"
+                if probe.family in TCP and probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[status.st_ino] = f"port {probe.getsockname()[1]}"
             finally:
-                one.detach()  # it belongs to somebody else
+                probe.detach()  # the descriptor belongs to its owner
     return found
 
 
 def _shared_memory(table: dict[int, _ProcessInfo], mine: set[int]) -> set[str]:
-    """Entries of /dev/shm that may be ours, without those that a process which is not ours has mapped."""
+    """Entries of /dev/shm that may be ours, without those that another process has mapped."""
     try:
         names = {name for name in os.listdir("/dev/shm") if name.startswith(MEMORY_NAMES)}
     except OSError:

@@ -1,4 +1,4 @@
-"""Tiny models with their data, for tests that train for real."""
+"""Tiny models with their data, for tests that really train."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +43,6 @@ def batch_norm_net() -> nn.Module:
 
 
 class _TransformerLayer(nn.Module):
-    """One pre-norm layer of a transformer."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.before = nn.LayerNorm(WIDTH)
@@ -75,7 +73,7 @@ def attention() -> nn.Module:
 
 
 class _TiedLanguageModel(nn.Module):
-    """Predicts each next word with the same table that it reads words with."""
+    """Predicts each next word with the table that it embeds words with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +95,7 @@ def tied_language_model() -> nn.Module:
 
 
 class _CaptionModel(nn.Module):
-    """Describes a picture: what the picture shows is added to every word, then the next word is predicted."""
+    """Describes a picture: adds the picture's features to every word, then predicts the next word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +141,12 @@ def samples_for(build: Callable[[], nn.Module], count: int = 56) -> tuple[Tensor
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """A loss for every tiny model: one label a sample, or one a word."""
+    """A loss for every tiny model: one label per sample, or one per word."""
     return F.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
 
 
 def job_for(build: Callable[[], nn.Module], **changes: Any) -> Job:
-    """A job that trains a tiny model for two passes, the last batch of each a short one."""
+    """A job that trains a tiny model for two passes over the data; the last batch of each is short."""
     fields: dict[str, Any] = {
         "model": build,
         "loss": cross_entropy,

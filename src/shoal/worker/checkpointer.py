@@ -132,7 +132,6 @@ class Checkpointer:
         if advice is not None and (self.policy.auto or not self._interval_reported):
             self._interval_reported = True
             event = CheckpointIntervalChanged(
-                time=time.time(),
                 step=step,
                 every=advice.every,
                 save_seconds=advice.save_seconds,
@@ -212,20 +211,14 @@ class Checkpointer:
         self._cause, self._unreported = "", None
         self.saved_step, self.write_seconds = step, written.seconds
         self.emit(
-            CheckpointSaved(
-                time=time.time(),
-                step=step,
-                path=str(written.path),
-                num_bytes=written.num_bytes,
-                seconds=written.seconds,
-            )
+            CheckpointSaved(step=step, path=str(written.path), num_bytes=written.num_bytes, seconds=written.seconds)
         )
 
     def _on_failed(self, step: int, error: Exception) -> None:
         """Reports a failure once for each cause: a disk may stay full for long."""
         self.policy.write_failed(time.monotonic())
         self._requested_step = -1
-        event = SaveFailed(time=time.time(), step=step, reason=str(error))
+        event = SaveFailed(step=step, reason=str(error))
         cause = _failure_cause(error)
         if cause == self._cause or isinstance(error, CheckpointAbandoned):  # the next attempt follows at once
             self._unreported = event
@@ -293,7 +286,7 @@ class Checkpointer:
             else:
                 self._export_sharded(self.directory, step, target)
         except (OSError, ShoalError) as error:
-            self.emit(SaveFailed(time=time.time(), step=step, reason=str(error)))
+            self.emit(SaveFailed(step=step, reason=str(error)))
 
     def _export_sharded(self, directory: CheckpointDirectory, step: int, target: Path) -> None:
         """Exports from the checkpoint of the last step: no worker has the whole model."""

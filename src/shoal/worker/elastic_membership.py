@@ -363,7 +363,7 @@ class ElasticMembership:
                 self._heartbeat.put(f"where/{store_key(self.worker_id)}", msgspec.json.encode(self.activity()))
 
     def _on_store_away(self, seconds: float | None) -> None:
-        event = StoreOutage(time=time.time(), rank=self.worker_id.worker, address=self._store.address, seconds=seconds)
+        event = StoreOutage(rank=self.worker_id.worker, address=self._store.address, seconds=seconds)
         self._emit(event)
 
     def _on_store_retry(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ def measure_lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | Non
     if run.compute_seconds > BUDGET_SECONDS:
         return None
     if stop - first < 2:  # one lane: nothing could be joined, so it costs nothing
-        return LaneCost(time=time.time(), lanes=1, separate_seconds=0.0, joint_seconds=0.0)
+        return LaneCost(lanes=1, separate_seconds=0.0, joint_seconds=0.0)
     cuts = cut_batch(run.schedule.batch, run.schedule.batch, run.plan.lanes, run.strategy.microbatches)
     apart = [list(microbatch) for lane in range(first, stop) for microbatch in cuts[lane]]
     columns = zip(*cuts[first:stop], strict=True)
@@ -48,4 +48,4 @@ def measure_lane_cost(run: Run, closure: Callable[[Any], Any]) -> LaneCost | Non
             if time.perf_counter() - began > BUDGET_SECONDS:
                 break
         buffers.drop()
-    return LaneCost(time=time.time(), lanes=stop - first, separate_seconds=best_apart, joint_seconds=best_together)
+    return LaneCost(lanes=stop - first, separate_seconds=best_apart, joint_seconds=best_together)

@@ -1,7 +1,6 @@
 """What one worker process does: trains a job, or runs the user's script; and how it reports a failure."""
 
 import sys
-import time
 import traceback
 import types
 from collections.abc import Iterator
@@ -83,7 +82,7 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
         if run is not None:
             run.checkpoints.drop_missing_writers(error.present)
         rank, incarnation, reason = context.rank, context.incarnation, MODEL_SHARD_LOST
-        left = WorkerLeft(time=time.time(), rank=rank, incarnation=incarnation, step=step, reason=reason)
+        left = WorkerLeft(rank=rank, incarnation=incarnation, step=step, reason=reason)
         context.channel.emit(left)
         print(error.message, file=sys.stderr)
         code[0] = error.exit_code
@@ -127,7 +126,7 @@ def failure_event(
         if run is not None:
             where.append(f"nothing of step {step} was applied")
     return WorkerFailed(
-        time=time.time(), rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
+        rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
         fix=fix, log=log,
     )  # fmt: skip
 

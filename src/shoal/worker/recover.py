@@ -100,7 +100,6 @@ class RunRecovery:
             run.update.after_step()
             self.membership.state_received(recovery)
             event = StateTransferred(
-                time=time.time(),
                 rank=run.worker,
                 donor=donor.worker,
                 step=run.step,
@@ -161,7 +160,6 @@ class RunRecovery:
         view = recovery.view
         if run.leader and self.membership.elastic and view.generation > 1:
             event = MembershipChanged(
-                time=time.time(),
                 generation=view.generation,
                 members=[member.worker for member in view.members],
                 incarnations=[member.incarnation for member in view.members],
@@ -203,7 +201,7 @@ class RunRecovery:
         run.finished = True
         run.report()
         rank, incarnation = own.worker, own.incarnation
-        run.emit(WorkerLeft(time=time.time(), rank=rank, incarnation=incarnation, step=run.step, reason=reason))
+        run.emit(WorkerLeft(rank=rank, incarnation=incarnation, step=run.step, reason=reason))
         self.membership.leave()
         self.membership.close()
         run.checkpoints.close()

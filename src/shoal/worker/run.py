@@ -222,7 +222,7 @@ class Run(RunState):
         if self.disrupted_at is not None and self.leader:
             seconds = time.monotonic() - self.disrupted_at
             generation = self.membership.generation
-            self.emit(RunRecovered(time=time.time(), generation=generation, step=self.step, seconds=seconds))
+            self.emit(RunRecovered(generation=generation, step=self.step, seconds=seconds))
         self.disrupted_at = None
 
     def _report_digests(self) -> None:
@@ -240,7 +240,7 @@ class Run(RunState):
         self.traffic_reported = True
         traffic = self.traffic
         if self.workers > 1 or traffic.compressors or traffic.reason:
-            self.emit(TrafficReported(time=time.time(), rank=self.worker, final=final, **structs.asdict(traffic)))
+            self.emit(TrafficReported(rank=self.worker, final=final, **structs.asdict(traffic)))
 
     def _rebalance(self, seconds: list[float]) -> None:
         """Assigns lanes anew when the workers' speeds have drifted; a worker that is too slow may request to leave."""
@@ -260,7 +260,6 @@ class Run(RunState):
             self.prefetch_samples(self.step)
             if self.leader:
                 event = LanesAssigned(
-                    time=time.time(),
                     step=self.step,
                     assignment=list(self.strategy.assignment),
                     reason=reason,

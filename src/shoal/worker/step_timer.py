@@ -82,7 +82,6 @@ class StepTimer:
         if not self.count:
             return
         event = StepsCommitted(
-            time=time.time(),
             rank=self.rank,
             step=step,
             count=self.count,

@@ -182,7 +182,6 @@ class TrainingState(ABC):
 
     def record_start(self, *, incarnation: int, elastic: bool) -> None:
         event = WorkerStarted(
-            time=time.time(),
             rank=self.worker,
             pid=os.getpid(),
             host=os.environ.get("SHOAL_HOST") or os.uname().nodename,
@@ -194,7 +193,6 @@ class TrainingState(ABC):
 
     def record_resume(self, found: FoundCheckpoint, *, known_committed: int, inexact: str) -> None:
         event = RunResumed(
-            time=time.time(),
             step=self.step,
             path=str(found.path),
             skipped=list(found.skipped),
@@ -215,7 +213,7 @@ class TrainingState(ABC):
                 fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
             )
         if self.leader:
-            self.emit(StepSkipped(time=time.time(), step=step, where=result.not_finite))
+            self.emit(StepSkipped(step=step, where=result.not_finite))
         return False
 
     def record_step(self, batch: Batch, result: StepResult, members: Sequence[int]) -> None:
@@ -239,25 +237,19 @@ class TrainingState(ABC):
 
     def record_evaluation(self, step: int, seconds: float, target_reached: bool) -> None:
         event = ModelEvaluated(
-            time=time.time(),
-            step=step,
-            epoch=self.epoch,
-            metrics=self.metrics,
-            seconds=seconds,
-            target_reached=target_reached,
+            step=step, epoch=self.epoch, metrics=self.metrics, seconds=seconds, target_reached=target_reached
         )
         self.emit(event)
 
     def record_digests(self, tensors: dict[str, str]) -> None:
         if self.leader:
-            self.emit(StepDigest(time=time.time(), step=self.step, tensors=tensors))
+            self.emit(StepDigest(step=self.step, tensors=tensors))
 
     def record_usage(self, peak_bytes: int) -> None:
         """What this worker held of the model, and the memory and time that took."""
         place, stages, strategy = self.plan.layout.position(self.worker), self.built.stages, self.strategy
         timing = strategy.pipeline_timing() if isinstance(strategy, PipelineParallel) else (None, None, None)
         event = ModelShardReported(
-            time=time.time(),
             rank=self.worker,
             replica=place.replica,
             stage=place.stage,
@@ -275,7 +267,6 @@ class TrainingState(ABC):
     def record_finish(self, tensors: dict[str, str] | None) -> None:
         """`tensors`: one sha256 per tensor; None on a worker that does not know them."""
         event = WorkerFinished(
-            time=time.time(),
             rank=self.worker,
             step=self.step,
             samples=self.schedule.samples_before(self.step),

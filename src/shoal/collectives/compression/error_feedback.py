@@ -1,5 +1,5 @@
-"""Error feedback round any compressor: what one message leaves out is added to the next (Karimireddy et al., 2019,
-arXiv:1901.09847). So nothing is lost, only late, and the sum of what was decoded follows the sum of what was meant."""
+"""Error feedback around any compressor: adds the error of one message to the next (Karimireddy et al., 2019,
+arXiv:1901.09847). So values are late but not lost: the sum of decoded values follows the sum of exact ones."""
 
 from collections.abc import Hashable, Mapping
 
@@ -14,12 +14,10 @@ RESIDUAL_PREFIX = "residual of "
 class ErrorFeedback:
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
-        # A compressor that is called "…-feedback" has it by default: round it, the plain name is the right one.
+        # The name of a compressor with feedback by default ends in "-feedback" if it is used without.
         plain = inner.name.removesuffix("-feedback")
         self.name = plain if plain != inner.name else f"{plain}+feedback"
-        self.cost_summary = (
-            f"{inner.cost_summary}; what is left out comes with the next message, 4 bytes of memory per element"
-        )
+        self.cost_summary = f"{inner.cost_summary}; the error goes into the next message, 4 bytes of memory per element"
         self._residuals: dict[str, Tensor] = {}
 
     def payload_bytes(self, count: int) -> int:
@@ -27,12 +25,12 @@ class ErrorFeedback:
 
     def encode(self, flat: Tensor, key: Hashable) -> Tensor:
         residual = self._residuals.get(repr(key))
-        if residual is None or residual.numel() != flat.numel():  # new, or cut in another way than before
+        if residual is None or residual.numel() != flat.numel():  # new, or of another length
             residual = self._residuals[repr(key)] = torch.zeros(flat.numel())
         residual.add_(flat.detach())
         payload = self.inner.encode(residual, key)
         residual.sub_(self.inner.decode(payload, flat.numel()))
-        # A step that is not finite is not applied. Kept, its residual would spoil every step after it.
+        # A step that is not finite is not applied, and its residual would spoil every later step.
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return payload
 
@@ -40,7 +38,7 @@ class ErrorFeedback:
         return self.inner.decode(payload, count)
 
     def residual(self, key: Hashable) -> Tensor:
-        """What the last message of this stream left out."""
+        """The error of the last message of this stream."""
         return self._residuals[repr(key)]
 
     def state(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Sixteen bits instead of thirty-two: a rounding of each value by itself."""
+"""Rounds each value to sixteen bits."""
 
 from collections.abc import Hashable
 
@@ -19,7 +19,7 @@ class HalfPrecision(StatelessCompressor):
 
     def encode(self, flat: Tensor, key: Hashable) -> Tensor:
         rounded = flat.detach().contiguous().to(self._dtype)
-        if rounded.data_ptr() == flat.data_ptr():  # it was of this type: the payload may not change with the tensor
+        if rounded.data_ptr() == flat.data_ptr():  # already of this type: the payload must not change with the tensor
             rounded = rounded.clone()
         return rounded.view(torch.uint8)
 

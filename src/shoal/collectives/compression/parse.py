@@ -1,11 +1,11 @@
-"""What stands behind --compress: which compressor at which level.
+"""Parses --compress: which compressor at which level.
 
     --compress int8@host,powersgd:4@rack        NAME[:PARAMETER][+feedback|-feedback][@LEVEL], several with commas
 
-Error feedback is on where training needs it (int4, topk, onebit, powersgd) and off elsewhere; the sign changes that.
+Error feedback is on if training needs it (int4, topk, onebit, powersgd) and otherwise off; the suffix changes that.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from shoal.collectives.compression.base import Compressor
@@ -18,12 +18,12 @@ from shoal.errors import InputError
 
 LEVELS = {"host": "between hosts", "rack": "between racks"}
 SETTING = "--compress"
-MAX_RANK = 256  # far beyond use: a rank of 4 already follows most gradients
+MAX_RANK = 256  # more than useful: a rank of 4 already follows most gradients
 EXAMPLE = f"{SETTING} int8@host,powersgd:4@rack"
 
 
 def parse_compression(text: str) -> dict[str, Compressor]:
-    """Level -> compressor, each with a state of its own. A name without a level is for the traffic between hosts."""
+    """Level -> compressor, each with its own state. A name without a level is for the traffic between hosts."""
     where = f"{SETTING} {text}"
     found: dict[str, Compressor] = {}
     for part in text.split(","):
@@ -41,15 +41,8 @@ def parse_compression(text: str) -> dict[str, Compressor]:
     return found
 
 
-def compressor_for_level(compression: Mapping[str, Compressor], level: str) -> Compressor | None:
-    """Who compresses at a level. What goes from rack to rack also goes from host to host: @host serves both."""
-    if level == "rack" and "rack" not in compression:
-        level = "host"
-    return compression.get(level)
-
-
 def parse_compressor(word: str, where: str | None = None) -> Compressor:
-    """One compressor by the name that it prints: "bf16", "topk:1%", "int8+feedback", "onebit-feedback"."""
+    """One compressor by its name: "bf16", "topk:1%", "int8+feedback", "onebit-feedback"."""
     where = where or f"{SETTING} {word}"
     sign = next((sign for sign in ("+feedback", "-feedback") if word.endswith(sign)), "")
     name, colon, parameter = word.removesuffix(sign).partition(":")
@@ -61,9 +54,7 @@ def parse_compressor(word: str, where: str | None = None) -> Compressor:
     return compressor
 
 
-CompressorFactory = Callable[
-    [str | None, str], Compressor
-]  # from the parameter, if there is one, and the setting it stands in
+CompressorFactory = Callable[[str | None, str], Compressor]  # from the parameter or None, and the setting for errors
 
 
 def _without_parameter(make: Callable[[], Compressor]) -> CompressorFactory:
@@ -86,7 +77,7 @@ def _topk(parameter: str | None, where: str) -> Compressor:
         share = float(parameter.removesuffix("%")) / (100 if parameter.endswith("%") else 1)
     except ValueError:
         share = 0.0
-    if not 0 < share <= 1:  # NaN is not either
+    if not 0 < share <= 1:  # also refuses NaN
         raise InputError(
             f"topk keeps a share above 0 and up to 1 (100%), not '{parameter}'", where=where, fix="topk:0.01 or topk:1%"
         )

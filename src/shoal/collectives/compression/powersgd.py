@@ -1,10 +1,10 @@
-"""The flat piece as a matrix, and of the matrix a product of two thin ones (Vogels et al., 2019, arXiv:1905.13727).
+"""PowerSGD: the flat tensor as a matrix, approximated by two thin ones (Vogels et al., 2019, arXiv:1905.13727).
 
-    M  ≈  P · Q      P = orthonormal basis of M · W     W: the basis found last time for this key (warm start)
+    M  ≈  P · Q      P = orthonormal basis of M · W     W: the last basis for this key (warm start)
                      Q = Pᵀ · M                         so that P · Q is M projected on P: never longer than M
 
-One power iteration per encode, since gradients of neighbouring steps span much the same directions. Where P and Q would
-not be shorter than the values, the values themselves travel.
+One power iteration per encode is enough, since gradients of neighbouring steps span much the same directions. If P and
+Q are not smaller than the values, the payload is the values.
 """
 
 from collections.abc import Hashable, Mapping
@@ -45,8 +45,8 @@ class PowerSGD:
             values = torch.nn.functional.pad(values, (0, rows * columns - count))
         matrix = values.view(rows, columns)
         image = matrix @ self._start_matrix(repr(key), count, columns)
-        if not isfinite(float(image.sum())):  # one element that is not finite makes its row of the image so
-            numbers.fill_(torch.nan)  # and the warm start stays what it was
+        if not isfinite(float(image.sum())):  # an element that is not finite makes its row of the image so
+            numbers.fill_(torch.nan)  # the warm start stays
             return payload
         left, right = self._factors(numbers, count)
         left.copy_(torch.linalg.qr(image).Q)
@@ -88,7 +88,7 @@ class PowerSGD:
 
 
 def matrix_shape(count: int) -> tuple[int, int]:
-    """Rows and columns of the near-square matrix that a flat piece is seen as; its last row is filled up with zeros."""
+    """Rows and columns of the near-square matrix of a flat tensor; zeros fill its last row."""
     columns = isqrt(count)
     columns += columns * columns < count
     return -(-count // columns) if count else 0, columns

@@ -1,10 +1,10 @@
 """Few bits per element and one scale per block of 256: int8, int4, and signs alone.
 
     payload   scale scale … scale │ codes codes … codes
-              fp32, one per block │ 8, 4 or 1 bit per element, in order; the last byte filled up with zeros
+              fp32, one per block │ 8, 4 or 1 bit per element, in order; zeros fill the last byte
 
-A value is its code times its block's scale. Where a block holds anything that is not finite its scale is NaN, and so
-is everything decoded from it: the step's check for finite numbers sees it.
+A value is its code times its block's scale. If a value of a block is not finite, the scale is NaN and so are all its
+decoded values: the step's check for finite numbers finds them.
 """
 
 from abc import ABC, abstractmethod
@@ -18,16 +18,16 @@ from shoal.collectives.compression.base import StatelessCompressor, as_fp32, che
 
 BLOCK = 256
 SCALE_BYTES = 4
-CHUNK = 1 << 17  # elements at a time: 512 KB stay in the second-level cache from one pass to the next
-TINY = 1e-35  # a block's largest counts as at least this: the inverse of a smaller scale could be infinite
+CHUNK = 1 << 17  # elements at a time: 512 KB stay in the second-level cache between passes
+TINY = 1e-35  # the least maximum of a block: the inverse of a smaller scale could be infinite
 
 
 class BlockQuantizer(StatelessCompressor, ABC):
-    """What the three have in common: where the pieces lie, and how codes become values."""
+    """The layout of the payload, and how codes become values."""
 
     name: str
     cost_summary: str
-    values_per_byte: int  # elements
+    values_per_byte: int
 
     def payload_bytes(self, count: int) -> int:
         return SCALE_BYTES * _blocks(count) + self._bytes(count)
@@ -69,7 +69,7 @@ class BlockQuantizer(StatelessCompressor, ABC):
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> Tensor:
-        """The codes as int8, of every element in these bytes."""
+        """The codes of these bytes as int8."""
 
 
 class Int8Quantizer(BlockQuantizer):
@@ -92,7 +92,7 @@ class Int4Quantizer(BlockQuantizer):
 
     def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
         _scale_rows(rows, 7, scales, scratch)
-        # Codes -7 … 7 travel as 1 … 15; adding a half more makes the cut to a whole number a rounding.
+        # The payload has codes -7 … 7 as 1 … 15. A further half makes the truncation to an integer a rounding.
         codes = torch.zeros(2 * packed.numel(), dtype=torch.int8)
         codes[: rows.numel()].view(rows.shape).copy_(scratch.add_(8.5))
         pairs = codes.view(torch.int16)  # the first of a pair in the lower byte, the second in the higher
@@ -110,7 +110,7 @@ class OneBitQuantizer(BlockQuantizer):
 
     def quantize(self, rows: Tensor, scales: Tensor, packed: Tensor, scratch: Tensor) -> None:
         torch.mean(torch.abs(rows, out=scratch), 1, out=scales)
-        # NumPy compares and packs several times faster than torch; both see the same memory.
+        # NumPy compares and packs several times faster than torch, in the same memory.
         packed.numpy()[:] = np.packbits(np.signbit(rows.numpy()))
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -123,16 +123,16 @@ def _blocks(count: int) -> int:
 
 
 def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Where a chunk begins, and its blocks as rows; a last block that is not full comes by itself."""
-    whole = values.numel() // BLOCK * BLOCK
-    for begin in range(0, whole, CHUNK):
-        yield begin, values[begin : min(begin + CHUNK, whole)].view(-1, BLOCK)
-    if whole < values.numel():
-        yield whole, values[whole:].view(1, -1)
+    """Yields the start of each chunk and its blocks as rows; a last block that is not full by itself."""
+    end = values.numel() // BLOCK * BLOCK
+    for begin in range(0, end, CHUNK):
+        yield begin, values[begin : min(begin + CHUNK, end)].view(-1, BLOCK)
+    if end < values.numel():
+        yield end, values[end:].view(1, -1)
 
 
 def _scale_rows(rows: Tensor, levels: int, scales: Tensor, steps: Tensor) -> None:
-    """Each row in steps of its scale, not yet rounded: its largest becomes `levels`."""
+    """Writes the scales, and each row divided by its scale, not yet rounded: its largest becomes `levels`."""
     largest = torch.maximum(rows.amax(1), rows.amin(1).neg_()).clamp_min_(TINY)
     torch.div(largest, levels, out=scales)
     torch.mul(rows, (levels / largest).unsqueeze(1), out=steps)

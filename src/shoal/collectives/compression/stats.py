@@ -1,4 +1,4 @@
-"""What compression saved and what error it made, added up while it encodes."""
+"""Counts the bytes that compression saves and the error that it makes."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,15 @@ from torch import Tensor
 from shoal.collectives.compression.base import Compressor
 from shoal.collectives.compression.error_feedback import ErrorFeedback
 
-ERROR_INTERVAL = (
-    17  # one encode in so many is decoded again to see its error; a prime, so that every piece has its turn
-)
+ERROR_INTERVAL = 17  # one encode of so many is decoded to measure its error; a prime, so that all pieces have a turn
 
 
 @dataclass
 class CompressionStats:
-    """Bytes are counted at every encode, the error at every 17th: looking costs about as much as a decode.
+    """Counts bytes at every encode, and the error at every 17th, since measuring costs about as much as a decode.
 
-    The error is what a message left out of what it was to carry: with error feedback that is the gradient and what
-    former messages left out, and later ones make it good. So the figure can be held against the compressor's price.
+    The error is the difference between a message and its exact values. With error feedback these are the gradient and
+    the error of earlier messages. So the figure compares with the compressor's `cost_summary`.
     """
 
     encodes: int = 0
@@ -30,26 +28,25 @@ class CompressionStats:
     squared_values: float = 0.0
 
     def encode(self, compressor: Compressor, flat: Tensor, key: Hashable) -> Tensor:
-        """What the compressor makes of it, counted."""
         payload = compressor.encode(flat, key)
         if self.encodes % ERROR_INTERVAL == 0:
             decoded = compressor.decode(payload, flat.numel())
-            left_out = compressor.residual(key) if isinstance(compressor, ErrorFeedback) else flat.detach() - decoded
-            self._measure_error(decoded, left_out)
+            error = compressor.residual(key) if isinstance(compressor, ErrorFeedback) else flat.detach() - decoded
+            self._add_error(error, decoded)
         self.encodes += 1
         self.bytes_plain += flat.nbytes
         self.bytes_sent += payload.nbytes
         return payload
 
-    def _measure_error(self, decoded: Tensor, left_out: Tensor) -> None:
-        error = float(torch.linalg.vector_norm(left_out)) ** 2
-        values = float(torch.linalg.vector_norm(decoded + left_out)) ** 2
-        if isfinite(error) and isfinite(values):  # a step that is not finite is dropped, and so is its error
-            self.squared_error += error
-            self.squared_values += values
+    def _add_error(self, error: Tensor, decoded: Tensor) -> None:
+        squared_error = float(torch.linalg.vector_norm(error)) ** 2
+        squared_values = float(torch.linalg.vector_norm(decoded + error)) ** 2
+        if isfinite(squared_error) and isfinite(squared_values):  # a step that is not finite is dropped
+            self.squared_error += squared_error
+            self.squared_values += squared_values
 
     def add(self, other: "CompressionStats") -> None:
-        """Another rank's or level's figures on top of these."""
+        """Adds the figures of another rank or level."""
         self.encodes += other.encodes
         self.bytes_plain += other.bytes_plain
         self.bytes_sent += other.bytes_sent
@@ -58,17 +55,17 @@ class CompressionStats:
 
     @property
     def relative_error(self) -> float:
-        """Length of the error over length of the values; 0 while nothing was seen."""
+        """Norm of the error over norm of the values; 0 without a measurement."""
         return sqrt(self.squared_error / self.squared_values) if self.squared_values else 0.0
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the bytes that did not have to travel."""
+        """Share of the bytes that compression saved."""
         return 1 - self.bytes_sent / self.bytes_plain if self.bytes_plain else 0.0
 
 
 class MeteredCompressor:
-    """A compressor with a meter at it, and with the compressor's own face."""
+    """A compressor that counts in `stats`."""
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner

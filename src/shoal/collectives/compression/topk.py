@@ -1,6 +1,6 @@
-"""The few largest values with their places; the rest counts as zero.
+"""The few largest values with their indices; the rest decodes as zero.
 
-payload   place place … place                │ value value … value        in ascending order of place
+payload   index index … index                │ value value … value        in ascending order of index
           int32 (int64 above 2^31 elements)  │ fp32
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 from shoal.collectives.compression.base import StatelessCompressor, as_fp32, check_length, view_as
 
 VALUE_BYTES = 4
-SAMPLE = 1 << 14  # elements from which the threshold is guessed
+SAMPLE = 1 << 14  # elements for the estimate of the threshold
 CHUNK = 1 << 16  # elements compared at a time
 
 
 class TopK(StatelessCompressor):
     def __init__(self, fraction: float = 0.01) -> None:
-        self.fraction = float(f"{fraction:g}")  # exactly what the name says
+        self.fraction = float(f"{fraction:g}")  # exactly as in the name
         self.name = f"topk:{fraction:g}-feedback"
         error = sqrt(1 - self.fraction)
         self.cost_summary = (
@@ -38,30 +38,30 @@ class TopK(StatelessCompressor):
         values = as_fp32(flat)
         count = values.numel()
         payload = torch.empty(self.payload_bytes(count), dtype=torch.uint8)
-        places, kept = self._values_and_indices(payload, count)
+        indices, kept = self._indices_and_values(payload, count)
         if count:
             found = torch.from_numpy(largest_indices(values, self.kept_count(count)))
-            places.copy_(found)
+            indices.copy_(found)
             torch.index_select(values, 0, found, out=kept)
         return payload
 
     def decode(self, payload: Tensor, count: int) -> Tensor:
         check_length(self, payload, count)
-        places, kept = self._values_and_indices(payload, count)
-        # `scatter_` refuses a place that is not there: bytes from elsewhere cannot write beyond the tensor.
-        return torch.zeros(count).scatter_(0, places.to(torch.int64), kept)
+        indices, kept = self._indices_and_values(payload, count)
+        # `scatter_` checks the indices: foreign bytes cannot write beyond the tensor.
+        return torch.zeros(count).scatter_(0, indices.to(torch.int64), kept)
 
-    def _values_and_indices(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _indices_and_values(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
         kind = _index_dtype(count)
         end = kind.itemsize * self.kept_count(count)
         return view_as(payload[:end], kind), view_as(payload[end:], torch.float32)
 
 
 def largest_indices(values: Tensor, count: int) -> NDArray[np.int64]:
-    """The places of the `count` largest magnitudes, ascending. NaN is larger than anything.
+    """The indices of the `count` largest magnitudes, ascending. NaN is the largest.
 
-    To compare all with each other is slow. A threshold guessed from a sample lets a few more through than are wanted,
-    and only these are compared; if the guess was too high, all are.
+    A full selection is slow. A threshold from a sample passes a few more elements than needed, and the selection
+    runs on these; if the threshold is too high, on all.
     """
     numbers = values.numpy()
     candidates = None
@@ -80,14 +80,14 @@ def largest_indices(values: Tensor, count: int) -> NDArray[np.int64]:
 
 
 def _indices_at_least(numbers: NDArray[np.float32], threshold: np.float32) -> NDArray[np.int64]:
-    """Places whose magnitude is not below the threshold: found eight at a time, since hardly any of eight is."""
+    """Indices of magnitudes not below the threshold: searched eight at a time, since most are below it."""
     count = len(numbers)
     mask = np.zeros(-(-count // 8) * 8, dtype=np.bool_)
     scratch = np.empty(min(count, CHUNK), dtype=np.float32)
     for begin in range(0, count, CHUNK):
         magnitudes = np.abs(numbers[begin : begin + CHUNK], out=scratch[: count - begin])
         below = np.less(magnitudes, threshold, out=mask[begin : begin + len(magnitudes)])
-        np.logical_not(below, out=below)  # so, and not with >=, to let NaN through
+        np.logical_not(below, out=below)  # unlike >=, this keeps NaN
     eights = torch.from_numpy(mask.view(np.int64)).nonzero().flatten().numpy()
     row, column = np.nonzero(mask.reshape(-1, 8)[eights])
     return eights[row] * 8 + column

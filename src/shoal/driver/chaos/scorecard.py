@@ -195,7 +195,7 @@ def make_scorecard(
     ours, theirs = step_rate(events), step_rate(twin_events)
     found = fault_outcomes(injected, events)
     committed = report.get("committed") or {}
-    lost, doubled = committed.get("samples_lost", 0), committed.get("samples_doubled", 0)
+    lost, doubled = committed.get("samples_lost", 0), committed.get("samples_repeated", 0)
     both = report.get("weights_sha256"), twin_report.get("weights_sha256")
     return Scorecard(
         job=job,

@@ -1,4 +1,4 @@
-"""Workers to hosts."""
+"""Assigns workers to hosts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSlot:
-    """Where one worker runs, and who it is there."""
+    """The host of one worker, and its ranks there."""
 
     rank: int
     size: int
@@ -26,10 +26,10 @@ class WorkerSlot:
 
 
 def assign_workers(cluster: Cluster, workers: int, order: Order = "blocks") -> tuple[WorkerSlot, ...]:
-    """Workers to hosts, by rank: as many to each as the cluster says, else as evenly as their number allows.
+    """Assigns workers to hosts, by rank: as many to each as the cluster specifies, else as evenly as possible.
 
     blocks       ranks 0, 1 on the first host, 2, 3 on the next: neighbours are near each other
-    interleaved  every rank on another rack than the one before it, as far as there are racks: neighbours are far apart
+    interleaved  consecutive ranks on different racks, while racks last: neighbours are far apart
     """
     if workers < 1:
         raise InputError(f"{workers} workers: at least 1 is needed", fix="--workers 1")
@@ -43,21 +43,15 @@ def assign_workers(cluster: Cluster, workers: int, order: Order = "blocks") -> t
         raise InputError(f"order {order!r} is not known", fix=f"one of {', '.join(ORDERS)}")
     sizes = Counter(host.name for host in hosts)
     numbers = {name: number for number, name in enumerate(sizes)}
-    slots = []
-    came: Counter[str] = Counter()
+    slots: list[WorkerSlot] = []
+    placed: Counter[str] = Counter()
     for rank, host in enumerate(hosts):
+        name = host.name
         slots.append(
-            WorkerSlot(
-                rank=rank,
-                size=workers,
-                host=host,
-                local_rank=came[host.name],
-                local_size=sizes[host.name],
-                host_rank=numbers[host.name],
-                host_count=len(sizes),
-            )
-        )
-        came[host.name] += 1
+            WorkerSlot(rank=rank, size=workers, host=host, local_rank=placed[name], local_size=sizes[name],
+                       host_rank=numbers[name], host_count=len(sizes))
+        )  # fmt: skip
+        placed[name] += 1
     return tuple(slots)
 
 
@@ -69,6 +63,6 @@ def _filled(hosts: Sequence[ClusterHost], workers: int) -> list[tuple[ClusterHos
 
 
 def _turns(rows: Sequence[Sequence[ClusterHost]]) -> Iterator[ClusterHost]:
-    """The first of each row, then the second of each, …"""
+    """Yields the first of each row, then the second of each, …"""
     for turn in range(max(map(len, rows))):
         yield from (row[turn] for row in rows if turn < len(row))

@@ -1,4 +1,4 @@
-"""Devices and clusters that have a name: the tables of `presets.toml`, as they stand there."""
+"""The tables of `presets.toml`: devices and clusters by name."""
 
 import tomllib
 from collections.abc import Mapping
@@ -10,20 +10,17 @@ PRESETS_FILE = Path(__file__).with_name("presets.toml")
 
 
 @cache
-def _file() -> Mapping[str, Any]:
+def _file() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(PRESETS_FILE.read_text(encoding="utf-8"))
 
 
 def device_tables() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = _file()["devices"]
-    return found
+    return _file()["devices"]
 
 
 def cluster_tables() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = _file()["clusters"]
-    return found
+    return _file()["clusters"]
 
 
 def aliases() -> Mapping[str, str]:
-    found: Mapping[str, str] = _file()["aliases"]
-    return found
+    return _file()["aliases"]

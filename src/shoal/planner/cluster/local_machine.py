@@ -1,4 +1,4 @@
-"""This machine as a cluster of one host, as far as it is known without measuring: its cores and its memory."""
+"""Describes this machine as a cluster of one host without measuring: its cores and its memory."""
 
 import os
 from pathlib import Path
@@ -9,19 +9,19 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def this_machine() -> Cluster:
-    """A device is a core. How fast one is, is a guess: `shoal cluster probe` measures it."""
+    """A device is a core. Its speed is a guess: `shoal cluster probe` measures it."""
     return laptop(cores(), memory_bytes())
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of the container that this is."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory of the machine, or of the container that this process runs in."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        return min(whole, int(CGROUP.read_text()))
-    except (OSError, ValueError):  # no such container, or "max"
-        return whole
+        return min(physical, int(CGROUP.read_text()))
+    except (OSError, ValueError):  # not in a container, or the limit is "max"
+        return physical

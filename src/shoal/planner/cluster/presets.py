@@ -1,4 +1,4 @@
-"""Clusters by name, and clusters of another size."""
+"""Finds clusters by name, and resizes them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, ClusterHost, Device, Rack
+from shoal.planner.cluster.cluster import Cluster, Device, Rack
 from shoal.planner.cluster.library import aliases, cluster_tables, device_tables
-from shoal.planner.cluster.parse import cluster_from, device_from, read_cluster
+from shoal.planner.cluster.parse import cluster_from, read_cluster
+from shoal.planner.cluster.parse_devices import device_from
 
 
 def presets() -> tuple[str, ...]:
@@ -21,12 +22,12 @@ def is_preset(name: str) -> bool:
 
 
 def preset_note(name: str) -> str:
-    """What there is to say of a preset."""
+    """The remark that a preset carries, or an empty string."""
     return str(cluster_tables()[_preset_name(name)].get("note", ""))
 
 
 def _preset_name(name: str) -> str:
-    """Published tables write `DGX-A100 (Selene)`: capitals and a remark do not matter."""
+    """Normalizes a name as published tables write it, `DGX-A100 (Selene)`: drops capitals and the remark."""
     plain = name.partition("(")[0].strip().lower()
     return aliases().get(plain, plain)
 
@@ -36,16 +37,16 @@ def find_device(name: str) -> Device:
     if name not in tables:
         near = get_close_matches(name.lower(), tables, n=3, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(tables)}"
-        raise InputError(f"no device is called {name}", fix=fix)
+        raise InputError(f"there is no device {name}", fix=fix)
     return device_from(name, tables[name])
 
 
 def find_cluster(
     text: str, *, hosts: int | None = None, racks: int | None = None, workers: int | None = None
 ) -> Cluster:
-    """A preset by its name, or the cluster of a TOML file by its path.
+    """Returns a preset by its name, or reads a TOML file by its path.
 
-    `hosts` is their number in all, `racks` over how many racks they are spread, `workers` how many are on each host.
+    `hosts` is the number of hosts in all, `racks` the number of racks for them, `workers` the workers on each host.
     """
     name = _preset_name(text)
     if name in cluster_tables():
@@ -61,40 +62,38 @@ def find_cluster(
         near = get_close_matches(text.lower(), known, n=3, cutoff=0.5)
         if text.lower() in device_tables():
             fix = f'a file with device = "{text.lower()}" in [hosts]: shoal cluster show lists clusters'
-            raise InputError(f"{text} is a device, and --cluster wants a cluster: a preset or a TOML file", fix=fix)
+            raise InputError(f"{text} is a device, but --cluster needs a cluster: a preset or a TOML file", fix=fix)
         fix = f"did you mean {' or '.join(near)}?" if near else "shoal cluster show lists them, or the path of a file"
-        raise InputError(f"no cluster is called {text}", fix=fix)
+        raise InputError(f"there is no cluster {text}", fix=fix)
     return cluster if workers is None else cluster.with_workers(_count(workers, "--workers-per-host", 1))
 
 
 def laptop(cores: int, memory: int) -> Cluster:
-    """One host of so many cores that share its bytes of memory."""
+    """One host whose cores share `memory` bytes."""
     cluster = _preset("laptop", 1)
     (rack,) = cluster.racks
     (host,) = rack.hosts
     assert host.device is not None
-    device = replace(host.device, memory=memory // cores)
-    host = replace(
-        host, device=device, devices=cores, workers=cores, interconnect=host.interconnect if cores > 1 else None
-    )
+    device, inside = replace(host.device, memory=memory // cores), host.interconnect if cores > 1 else None
+    host = replace(host, device=device, devices=cores, workers=cores, interconnect=inside)
     return Cluster(racks=(replace(rack, hosts=(host,)),))
 
 
 def resize_cluster(cluster: Cluster, hosts: int, *, racks: int | None = None, source: str = "the cluster") -> Cluster:
-    """The same kind of host so often; a rack keeps its size and what its uplink is of its hosts, unless told."""
-    kinds = {_kind(host) for host in cluster.hosts}
+    """Repeats the one kind of host `hosts` times. Racks keep their size, unless `racks` is given, and their ratio."""
+    kinds = {replace(host, name="", rack="") for host in cluster.hosts}
     ratios = {round(rack.oversubscription, 9) for rack in cluster.racks}
     if len(kinds) > 1 or len(ratios) > 1:
         what = f"{len(kinds)} kinds of hosts" if len(kinds) > 1 else f"{len(ratios)} kinds of uplinks"
-        raise InputError(f"--hosts {hosts}: {source} has {what}, and which to have more of is not said",
-                         fix="change the file: count = … in [[racks]]")  # fmt: skip
+        message = f"--hosts {hosts}: {source} has {what}; only a cluster of equal hosts and uplinks can be resized"
+        raise InputError(message, fix="change the file: count = … in [[racks]]")
     first = cluster.racks[0]
     if racks is None:
         per_rack = len(first.hosts) if len(cluster.racks) > 1 else hosts
     else:
         per_rack = -(-hosts // _count(racks, "--racks", 1))
         if racks > hosts:
-            raise InputError(f"{hosts} hosts in {racks} racks: each needs one", fix=f"--racks {hosts}")
+            raise InputError(f"{hosts} hosts in {racks} racks: each rack needs a host", fix=f"--racks {hosts}")
     speed = per_rack * first.hosts[0].link.bytes_per_second / first.oversubscription
     if per_rack == len(first.hosts):
         speed = first.uplink.bytes_per_second  # to the last bit
@@ -107,10 +106,6 @@ def resize_cluster(cluster: Cluster, hosts: int, *, racks: int | None = None, so
         made.append(Rack(name=name, hosts=inside, uplink=uplink))
         left -= size
     return Cluster(racks=tuple(made))
-
-
-def _kind(host: ClusterHost) -> ClusterHost:
-    return replace(host, name="", rack="")
 
 
 def _preset(name: str, hosts: int) -> Cluster:

@@ -1,11 +1,11 @@
-"""A cluster as estimates see it: tiers of links, from the nearest to the farthest.
+"""Reduces a cluster to tiers of links, from the nearest to the farthest, for estimates.
 
-tier       size    alone      each        8 hosts of 8 devices in 2 racks, a network card per device, uplinks 4:1
+tier       size    single     shared      8 hosts of 8 devices in 2 racks, a network card per device, uplinks 4:1
 inside        8    300 GB/s   300 GB/s    between the devices of a host (of a socket, if sockets have a link)
 host         32     25 GB/s    25 GB/s    between hosts of a rack: all devices of a host share its link
 rack         64     25 GB/s  6.25 GB/s    between racks: all devices of a rack share its uplink
 
-Bandwidths are what the links are made for; `efficiency` is the share that large messages reach.
+Bandwidths are nominal; `efficiency` is the share that large messages reach.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,36 +14,36 @@ from dataclasses import dataclass, replace
 from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, HostInterconnect, Rack
 
 TIER_NAMES = ("inside", "socket", "host", "rack")
-# Where a file does not say: priors, as in the presets.
+# Defaults where a file gives no latency, as in the presets.
 USUAL_LATENCY = {"nvlink": 7e-6, "pcie": 15e-6, "memory": 5e-6, "host": 3e-5}
-# Devices of a host of which nothing is said, such as the lab's: processes that share memory.
+# For hosts without a description of their interconnect, such as the lab's: processes that share memory.
 DEFAULT_INTERCONNECT = HostInterconnect(link=ClusterLink(bytes_per_second=10e9), kind="memory", shared=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTier:
     name: str  # inside, socket, host, rack
-    size: int  # devices that are connected by links up to this tier
+    size: int  # devices that links up to this tier connect
     latency: float  # seconds of a message
-    single_bandwidth: float  # bytes a second, one direction, for one device while no other talks
-    shared_bandwidth: float  # the same for each device while all talk across this tier at once
-    efficiency: float = 1.0  # what large messages (256 MB) reach of either
+    single_bandwidth: float  # bytes a second, one direction, for one device while no other sends
+    shared_bandwidth: float  # the same for each device while all send across this tier at once
+    efficiency: float = 1.0  # share of either that large messages (256 MB) reach
 
 
 def tiers(cluster: Cluster) -> tuple[LinkTier, ...]:
-    """Of equal hosts; of unequal ones the narrowest counts. A cluster of one device has none."""
+    """The tiers of equal hosts; of unequal hosts the narrowest counts. A cluster of one device has none."""
     racks, total = len(cluster.racks) > 1, cluster.devices
-    ways = []
+    paths = []
     for rack in cluster.racks:
         size = sum(host.devices for host in rack.hosts)
         kinds = {(host.devices, host.interconnect, host.link, host.cards): host for host in rack.hosts}
-        ways += [_rack_tiers(rack, host, size, total if racks else None) for host in kinds.values()]
-    names = [name for name in TIER_NAMES if all(any(tier.name == name for tier in way) for way in ways)]
-    return tuple(_narrowest([tier for way in ways for tier in way if tier.name == name]) for name in names)
+        paths += [_rack_tiers(rack, host, size, total if racks else None) for host in kinds.values()]
+    names = [name for name in TIER_NAMES if all(any(tier.name == name for tier in path) for path in paths)]
+    return tuple(_narrowest([tier for path in paths for tier in path if tier.name == name]) for name in names)
 
 
 def _rack_tiers(rack: Rack, host: ClusterHost, size: int, total: int | None) -> tuple[LinkTier, ...]:
-    """What the messages of a device of this host meet. The rack has `size` devices, all racks (if several) `total`."""
+    """Tiers that the messages of this host's devices cross. `size`: devices of the rack; `total`: of all racks."""
     found: list[LinkTier] = []
     if host.devices > 1:
         found += _host_tiers(host.interconnect or DEFAULT_INTERCONNECT, host.devices)

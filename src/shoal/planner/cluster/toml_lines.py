@@ -1,7 +1,7 @@
-"""Where in a TOML file a key stands: the parser of Python tells values, and no lines.
+"""Finds the line of a key in a TOML file: Python's parser returns values without lines.
 
-A scan of headers and of keys at the beginning of lines. A key inside an inline table, or of a value over several lines,
-is found as the line where that value begins; one that is missing, as the line of its table.
+Scans headers and keys at the beginning of lines. A key inside an inline table, or of a value over several lines,
+has the line where that value begins; a missing key has the line of its table.
 """
 
 import re
@@ -13,12 +13,12 @@ KEY = re.compile(rf"\s*({DOTTED})\s*=(?!=)(.*)")
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Lines, from 1, by key: links.host.bandwidth, racks[0].hosts, racks[0].hosts[1].name."""
+    """Line numbers, from 1, by key: links.host.bandwidth, racks[0].hosts, racks[0].hosts[1].name."""
     found: dict[str, int] = {}
     counts: dict[str, int] = {}
     table, fence = "", ""
     for number, line in enumerate(text.splitlines(), start=1):
-        if fence:  # inside of a string over several lines
+        if fence:  # inside a string over several lines
             fence = "" if fence in line else fence
         elif header := HEADER.fullmatch(line):
             table = _table(_parts(header[2]), header[1] == "[[", counts)
@@ -33,7 +33,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def line_of(lines: dict[str, int], key: str) -> int | None:
-    """Of the key, or of the nearest table or value that it would be in."""
+    """The line of the key, or of the nearest table or value that it would be in."""
     while key:
         if key in lines:
             return lines[key]
@@ -42,15 +42,15 @@ def line_of(lines: dict[str, int], key: str) -> int | None:
 
 
 def _parts(dotted: str) -> list[str]:
-    return [part.strip("\"'") for part in re.findall(PART, dotted)]
+    return [name.strip("\"'") for name in re.findall(PART, dotted)]
 
 
-def _table(parts: list[str], many: bool, counts: dict[str, int]) -> str:
-    """The path of a header, with the numbers of the tables of arrays that it is in."""
+def _table(names: list[str], many: bool, counts: dict[str, int]) -> str:
+    """The path of a header, with an index for each array of tables in it."""
     path = ""
-    for place, part in enumerate(parts):
+    for place, part in enumerate(names):
         path = f"{path}.{part}" if path else part
-        if many and place == len(parts) - 1:
+        if many and place == len(names) - 1:
             counts[path] = counts.get(path, -1) + 1
         if path in counts:
             path = f"{path}[{counts[path]}]"

@@ -1,5 +1,5 @@
-"""Quantities with their units: "300 GB/s", "7 us", "80 GB". A bare number is refused, and so is a unit that could mean
-two things: Gb are bits and GB are bytes, eight times as much."""
+"""Quantities with units: "300 GB/s", "7 us", "80 GB". Bare numbers and ambiguous units are refused: Gb are bits and GB
+are bytes, eight times as much."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ SIZES = {f"{prefix}B": factor for prefix, factor in PREFIXES.items()} | {
 }
 FLOPS = {f"{prefix}FLOP": factor for prefix, factor in {**PREFIXES, "P": 1e15, "E": 1e18}.items()}
 RATES = {f"{unit}/s": factor for unit, factor in FLOPS.items()}
-# Of operators, whose work is counted in FLOPs or in bytes: "2 G/s" is either.
+# Rates of operators, whose work is counted in FLOPs or in bytes: "2 G/s" is either.
 OPERATORS = (
     {f"{prefix}/s": factor for prefix, factor in PREFIXES.items()}
     | RATES
@@ -35,7 +35,7 @@ WRITTEN = {  # units to write in, largest first; the last one writes any number
 
 
 class UnitError(ValueError):
-    """What is wrong with a quantity, and perhaps what to write instead."""
+    """A quantity that cannot be read, with a fix if one is known."""
 
     def __init__(self, problem: str, fix: str | None = None, *, sentence: bool = False) -> None:
         self.problem, self.fix, self.sentence = problem, fix, sentence
@@ -60,12 +60,12 @@ def read_quantity(value: object, units: Mapping[str, float], example: str) -> fl
 
 
 def _product(number: str, factor: float) -> float:
-    """Rounded once: 15 us are 1.5e-05."""
+    """Rounds once: 15 us are 1.5e-05."""
     return float(Decimal(number) * Decimal(repr(factor)))
 
 
 def _bare(value: object, units: Mapping[str, float]) -> str:
-    """A bare number is told in both of its readings."""
+    """Explains a bare bandwidth as bits and as bytes."""
     if units is not BANDWIDTHS or isinstance(value, bool):
         return ""
     text = str(value).strip()
@@ -75,7 +75,7 @@ def _bare(value: object, units: Mapping[str, float]) -> str:
 
 
 def _both(number: str, unit: str, units: Mapping[str, float]) -> str:
-    """The two readings of a unit that says neither bits nor bytes clearly: 100 Gb, 100 gb/s, 80 Gb of memory."""
+    """Explains a unit that is neither bits nor bytes clearly: 100 Gb, 100 gb/s, 80 Gb of memory."""
     match = re.fullmatch(r"([kKmMgGtT]?)b(/s)?|([kKmMgGtT])", unit)
     if match is None or (units is not BANDWIDTHS and units is not SIZES):
         return ""
@@ -83,9 +83,8 @@ def _both(number: str, unit: str, units: Mapping[str, float]) -> str:
     prefix = prefix.lower() if prefix in "kK" else prefix.upper()
     meant, per = (f"{prefix}B", "") if units is SIZES else (f"{prefix}b/s", "/s")
     bits = f"{number} {prefix}bit{per}"
-    return (
-        f"did you mean {meant}? {bits} would be {float(number) / 8:g} {prefix}B{per}, and not {number} {prefix}B{per}"
-    )
+    size = f"{prefix}B{per}"
+    return f"did you mean {meant}? {bits} would be {float(number) / 8:g} {size}, and not {number} {size}"
 
 
 def read_price(value: object) -> tuple[float, str]:
@@ -96,7 +95,7 @@ def read_price(value: object) -> tuple[float, str]:
 
 
 def exact_text(value: float, kind: str) -> str:
-    """As a file has it: read again, it is the same number to the last bit."""
+    """The text of a quantity in a file: reading it gives the same number to the last bit."""
     units, names = WRITTEN[kind]
     for name in names[:-1]:
         number = value / units[name]
@@ -117,9 +116,7 @@ def bytes_text(size: float, per: str = "") -> str:
 
 
 def flops_text(flops: float, per: str = "/s") -> str:
-    return _scaled(
-        flops, [(f"{unit}FLOP{per}", FLOPS[f"{unit}FLOP"]) for unit in ("E", "P", "T", "G", "M")], f"FLOP{per}"
-    )
+    return _scaled(flops, [(f"{unit}FLOP{per}", FLOPS[f"{unit}FLOP"]) for unit in "EPTGM"], f"FLOP{per}")
 
 
 def latency_text(seconds: float) -> str:

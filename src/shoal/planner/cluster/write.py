@@ -1,4 +1,4 @@
-"""A cluster as the file that `read_cluster` reads: read again, it is the same value. Pure."""
+"""Writes a cluster as the file that `read_cluster` reads: reading it gives the same value. Pure."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from shoal.errors import InputError
 from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
 from shoal.planner.cluster.units import exact_text
 
-Table = dict[str, Any]  # of values as TOML has them: text, numbers, booleans, lists, tables
+Table = dict[str, Any]  # of TOML values: text, numbers, booleans, lists, tables
 USUAL_UPLINK: Table = {"oversubscription": 1}
 REACHED = (
     *(("efficiency", None), ("half_flops", "flops"), ("stream", None), ("overhead", "latency")),
@@ -20,12 +20,12 @@ REACHED = (
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Each thing is said where it holds: once for all hosts, or in a rack, or of a host."""
+    """Writes each property once, where it holds: for all hosts, for a rack, or for a host."""
     hosts = cluster.hosts
     common = _shared(hosts)
-    said = {key: value for key, value in common.items() if key in ("device", "devices", "workers")}
+    hosts_table = {key: value for key, value in common.items() if key in ("device", "devices", "workers")}
     lines = [line for device in _devices(hosts) for line in _section(f"devices.{_key(device.name)}", _device(device))]
-    lines += _section("hosts", said)
+    lines += _section("hosts", hosts_table)
     for name, key in (("inside", "inside"), ("socket", "socket"), ("host", "link")):
         lines += _section(f"links.{name}", common.get(key, {}))
     uplink = _uplink(cluster.racks[0])
@@ -39,12 +39,12 @@ def _devices(hosts: Iterable[ClusterHost]) -> list[Device]:
     found: dict[str, Device] = {}
     for host in hosts:
         if host.device is not None and found.setdefault(host.device.name, host.device) != host.device:
-            raise InputError(f"two devices are called {host.device.name}", fix="a name of its own for each")
+            raise InputError(f"two devices are named {host.device.name}", fix="a different name for each")
     return list(found.values())
 
 
 def _rack_kind(number: int, rack: Rack) -> Any:
-    """Equal for racks that one table with a count can say; a rack with names of its own is only equal to itself."""
+    """Equal for racks that one table with a count describes; a rack with names of its own equals only itself."""
     usual = rack.name == f"r{number}" and all(host.name == f"{rack.name}h{n}" for n, host in enumerate(rack.hosts))
     if not usual:
         return rack.name
@@ -72,11 +72,11 @@ def _racks(alike: Sequence[tuple[int, Rack]], common: Table, uplink: Table) -> l
 
 
 def _shared(hosts: Sequence[ClusterHost]) -> Table:
-    """What is said of all of them alike."""
+    """The properties that all hosts share."""
     tables = [_host(host) for host in hosts]
     found = {key: value for key, value in tables[0].items() if all(table.get(key) == value for table in tables)}
     if any(table.get(key) != found.get(key) for table in tables for key in ("inside", "socket")):
-        found = {key: value for key, value in found.items() if key not in ("inside", "socket")}  # they go together
+        found = {key: value for key, value in found.items() if key not in ("inside", "socket")}  # both or neither
     return found
 
 
@@ -105,7 +105,7 @@ def _link(link: ClusterLink, cards: int = 1, kind: str = "bandwidth") -> Table:
 
 
 def _uplink(rack: Rack) -> Table:
-    """By its ratio to the links of the hosts, if that says it to the last bit."""
+    """Uses the ratio to the links of the hosts, if that is exact to the last bit, else the bandwidth."""
     table = _link(rack.uplink, kind="network")
     below, ratio = sum(host.link.bytes_per_second for host in rack.hosts), round(rack.oversubscription, 6)
     if ratio and below / ratio == rack.uplink.bytes_per_second:
@@ -133,9 +133,6 @@ def _device(device: Device) -> Table:
     if device.rates:
         table["rates"] = {name: exact_text(rate, "operators") for name, rate in device.rates.items()}
     return table
-
-
-# -- as TOML ----------------------------------------------------------------------------------------------------------
 
 
 def _section(name: str, table: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Seconds and bytes of each block for each way to cut it: the part of a prediction that many setups share.
+"""Seconds and bytes of each block for each variant of cutting it: what predictions of many setups share.
 
-A *way* is (tensor, microbatch, recompute, sequence parallel). Arrays are (ways, blocks).
+A *variant* is (tensor, microbatch, recompute, sequence parallel). Arrays are (variants, blocks).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from shoal.planner.cost.workload import Block, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class CutVariants:
-    """Columns of equal length; `recompute` is the place in RECOMPUTE."""
+    """Columns of equal length; `recompute` is an index into RECOMPUTE."""
 
     tensor: np.ndarray
     microbatch: np.ndarray
@@ -28,14 +28,14 @@ class CutVariants:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """Of one microbatch through each block on one device, by way: (ways, blocks)."""
+    """Costs of one microbatch through each block on one device: (variants, blocks)."""
 
     forward: np.ndarray  # seconds of the device
     backward: np.ndarray
     again: np.ndarray  # recomputation
     host: np.ndarray  # seconds that the host adds, over all three
     host_forward: np.ndarray  # of those: in forward
-    tensor: np.ndarray  # all-reduces, over all three
+    tensor: np.ndarray  # seconds of all-reduces, over all three
     tensor_forward: np.ndarray  # of those: in forward
     parameters: np.ndarray
     tensors: np.ndarray
@@ -44,31 +44,31 @@ class BlockCosts:
     output: np.ndarray
 
     def at(self, places: Sequence[int]) -> "BlockCosts":
-        """Of these blocks, in this order."""
+        """The costs of these blocks, in this order."""
         return replace(self, **{each.name: getattr(self, each.name)[:, places] for each in fields(self)})
 
 
 def block_costs(
-    work: Workload, ways: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
+    work: Workload, variants: CutVariants, device: Device, tiers: Sequence[LinkTier], runtime: Runtime
 ) -> BlockCosts:
     distinct = list({id(block): block for block in work.blocks}.values())
     places = {id(block): number for number, block in enumerate(distinct)}
-    found = _distinct_costs(work, distinct, ways, device, tiers, runtime)
+    found = _distinct_costs(work, distinct, variants, device, tiers, runtime)
     return found.at([places[id(block)] for block in work.blocks])
 
 
 def _distinct_costs(
     work: Workload,
     blocks: Sequence[Block],
-    ways: CutVariants,
+    variants: CutVariants,
     device: Device,
     tiers: Sequence[LinkTier],
     runtime: Runtime,
 ) -> BlockCosts:
-    scale, t = ways.microbatch[:, None] / work.samples, ways.tensor[:, None].astype(float)
-    along = np.where(ways.sequence[:, None] > 0, t, 1.0)  # what sequence parallelism divides by
-    full = (ways.recompute == RECOMPUTE.index("full"))[:, None]
-    selective = (ways.recompute == RECOMPUTE.index("selective"))[:, None]
+    scale, t = variants.microbatch[:, None] / work.samples, variants.tensor[:, None].astype(float)
+    along = np.where(variants.sequence[:, None] > 0, t, 1.0)  # the divisor of sequence parallelism
+    full = (variants.recompute == RECOMPUTE.index("full"))[:, None]
+    selective = (variants.recompute == RECOMPUTE.index("selective"))[:, None]
     found = _device_seconds(work, blocks, scale, t, along, device, runtime)
     forward, backward = found.forward, found.backward
     reduced = collective_seconds(tiers, t, np.ones(1), scale * _row(blocks, "reduced")) * _row(blocks, "reductions")
@@ -82,7 +82,7 @@ def _distinct_costs(
     everything = scale * ((rest - sliced - fixed) / along + sliced / t) + fixed
     inputs = scale * _row(blocks, "saved_input") / along
     some = everything - scale * kept / t
-    if runtime.selective == "products":  # about a third of the rest: outputs of every second one, and attention's
+    if runtime.selective == "products":  # keeps about a third: every second product, and attention's output
         some = np.where(_row(blocks, "recomputed") > 0, inputs + np.maximum(some - inputs, 0.0) / 3, everything)
     saved = np.where(selective, some, np.where(recomputed > 0, inputs, everything))
     cut = np.where(_row(blocks, "sliced") > 0, t, 1.0)
@@ -110,7 +110,7 @@ def _row(blocks: Sequence[Block], name: str) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class _DeviceSeconds:
-    """Of the device, by (way, block); and how many operators the host starts."""
+    """Seconds of the device by (variant, block), and the number of operators that the host starts."""
 
     forward: np.ndarray
     backward: np.ndarray

@@ -1,20 +1,20 @@
-"""What runs say about predictions: a handful of constants, fitted to them, that make the next prediction better. Pure.
+"""Fits a few constants to finished runs, to correct later predictions on the same cluster. Pure.
 
-Each is one number for one cause, so that it means something for other layouts and jobs on the same cluster:
+Each is one number for one cause, so that it holds for other layouts and jobs on the same cluster:
 
     compute     seconds of operators, whether bound by arithmetic, memory or the host: a factor
     traffic     seconds of messages: a factor
     optimizer   seconds of an update: a factor
-    memory      bytes at the most: a factor
-    step        seconds that every step takes besides, whatever is in it
+    memory      peak bytes: a factor
+    step        seconds that every step takes besides, whatever its work
 
-A run says ln(measured / predicted) of each factor. The factor is the mean of that, drawn towards 1 by a prior that
+A run gives ln(measured / predicted) for each factor. The factor is their mean, shrunk towards 1 by a prior that
 weighs as much as `PRIOR` long runs (ridge regression in logarithms: one unknown per cause, so it has a closed form):
 
     ln factor = Σ weight · ln(measured / predicted) / (Σ weight + PRIOR)
 
-One long run moves it two thirds of the way, ten nearly all of it. `step` is the same of measured − predicted, drawn
-towards 0; what is next to nothing on one side (traffic that is mostly waiting, say) is a part of it.
+One long run moves it two thirds of the way, ten nearly all of it. `step` is the same of measured − predicted, shrunk
+towards 0. A cause that is nearly zero on one side (such as traffic that is mostly waiting) counts into `step`.
 """
 
 import math
@@ -22,20 +22,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.errors import InputError
-from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
+from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect
 from shoal.planner.cost.runtime import Runtime
 from shoal.planner.cost.runtime_overhead import RuntimeOverheads
 
 PRIOR = 0.5  # runs
-STEADY_STEPS = 10  # of a run that weighs half: its first steps are slower than the rest
-MIN_SHARE = 0.01  # of a step, predicted or measured: what is less says nothing of its factor
-MAX_LOG_FACTOR = math.log(20)  # what one run may say: beyond it something else is wrong
+STEADY_STEPS = 10  # a run of so many steps weighs half: first steps are slower than the rest
+MIN_SHARE = 0.01  # of a step, predicted or measured: a smaller cause does not change its factor
+MAX_LOG_FACTOR = math.log(20)  # the most that one run counts: beyond it something else is wrong
 FACTORS = ("compute", "traffic", "optimizer", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured over predicted, by cause; 1: as predicted."""
+    """Measured over predicted, by cause."""
 
     compute: float = 1.0
     traffic: float = 1.0
@@ -43,16 +43,16 @@ class Calibration:
     memory: float = 1.0
     step: float = 0.0  # seconds more than predicted
     runs: int = 0
-    cluster: str = ""  # that it holds for
+    cluster: str = ""  # the cluster that it holds for
 
     @property
     def constants(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in (*FACTORS, "step")}
 
     def __str__(self) -> str:
-        told = [f"{name} × {value:.2f}" for name in FACTORS if round(value := getattr(self, name), 2) != 1]
-        told += [f"{1000 * self.step:+.3g} ms a step"] if abs(self.step) >= 1e-5 else []
-        return f"{', '.join(told) or 'as predicted'} from {self.runs} run{'' if self.runs == 1 else 's'}"
+        changed = [f"{name} × {value:.2f}" for name in FACTORS if round(value := getattr(self, name), 2) != 1]
+        changed += [f"{1000 * self.step:+.3g} ms a step"] if abs(self.step) >= 1e-5 else []
+        return f"{', '.join(changed) or 'as predicted'} from {self.runs} run{'' if self.runs == 1 else 's'}"
 
 
 NO_CALIBRATION = Calibration()
@@ -60,25 +60,25 @@ NO_CALIBRATION = Calibration()
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedRun:
-    """What one run says: seconds of a step by cause, and bytes (memory). A cause that is not there says nothing."""
+    """Predicted and measured seconds of one run's step by cause, and bytes of memory. A missing cause is unknown."""
 
     run: str
     cluster: str
     steps: int
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
-    used: Calibration = field(default_factory=Calibration)  # that the prediction was made with
+    used: Calibration = field(default_factory=Calibration)  # the calibration that the prediction used
 
 
 def fit_calibration(runs: Sequence[ObservedRun], cluster: str | None = None) -> Calibration:
-    """`cluster`: the one that is to be calibrated; else that of the runs."""
+    """Fits to runs of one cluster: `cluster`, else that of the first run."""
     if not runs:
-        raise InputError("no run to calibrate with", fix="--calibrate RUN, of a run that was predicted")
+        raise InputError("no run to calibrate with", fix="--calibrate RUN, of a run with a prediction")
     expected = runs[0].cluster if cluster is None else cluster
     for each in runs:
         if each.cluster != expected:
             raise InputError(
-                f"run {each.run} was predicted for cluster {each.cluster}, and {expected} is to be calibrated",
+                f"run {each.run} was predicted for cluster {each.cluster}, but the calibration is for {expected}",
                 fix=f"--cluster {each.cluster}, or runs that were predicted for {expected}",
             )
     found = {name: math.exp(_shrunk_mean([(run, _log_factor(run, name)) for run in runs])) for name in FACTORS}
@@ -86,10 +86,10 @@ def fit_calibration(runs: Sequence[ObservedRun], cluster: str | None = None) -> 
     return Calibration(**found, step=step, runs=len(runs), cluster=expected)
 
 
-def _shrunk_mean(said: Sequence[tuple[ObservedRun, float | None]]) -> float:
-    """The mean of what runs say, drawn towards nothing."""
-    told = [(run.steps / (run.steps + STEADY_STEPS), value) for run, value in said if value is not None]
-    return sum(weight * value for weight, value in told) / (sum(weight for weight, _ in told) + PRIOR)
+def _shrunk_mean(values: Sequence[tuple[ObservedRun, float | None]]) -> float:
+    """The weighted mean of the values, shrunk towards 0."""
+    weighted = [(run.steps / (run.steps + STEADY_STEPS), value) for run, value in values if value is not None]
+    return sum(weight * value for weight, value in weighted) / (sum(weight for weight, _ in weighted) + PRIOR)
 
 
 def _log_factor(run: ObservedRun, name: str) -> float | None:
@@ -102,7 +102,7 @@ def _log_factor(run: ObservedRun, name: str) -> float | None:
 
 
 def _unexplained_seconds(run: ObservedRun) -> float:
-    """Seconds of a step that no factor speaks for: also of causes that are too small on one side to have one."""
+    """Seconds of a step that no factor explains, with causes that are too small on one side to have one."""
     causes = ["step", *(name for name in FACTORS if name != "memory" and _log_factor(run, name) is None)]
     return run.used.step + sum(run.measured.get(name, 0.0) - run.predicted.get(name, 0.0) for name in causes)
 
@@ -111,47 +111,39 @@ def _step(causes: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in causes.items() if name != "memory")
 
 
-# -- put to use -------------------------------------------------------------------------------------------------------
-
-
 def apply_calibration(cluster: Cluster, runtime: Runtime, calibration: Calibration) -> tuple[Cluster, Runtime]:
-    """Devices, links and the runtime with their constants changed, so that every prediction made with them is."""
+    """Changes the constants of devices, links and the runtime, so that predictions with them are calibrated."""
     if calibration.constants == NO_CALIBRATION.constants:
         return cluster, runtime
     compute, traffic = calibration.compute, calibration.traffic
-    racks = tuple(_rack(rack, compute, traffic) for rack in cluster.racks)
+    racks = tuple(replace(rack, uplink=_link(rack.uplink, traffic)) for rack in cluster.racks)
+    cluster = Cluster(racks=racks).map_hosts(lambda host: _host(host, compute, traffic))
     changed = replace(
         runtime,
         step_seconds=max(0.0, runtime.step_seconds + calibration.step),
         microbatch_seconds=runtime.microbatch_seconds * compute,
-        # An update goes at the speed of a device's memory and of its host, which have been changed with its compute.
+        # An update is bound by the device's memory and its host, and both change with its compute factor already.
         update_bytes=runtime.update_bytes * calibration.optimizer / compute,
         update_operators=runtime.update_operators * calibration.optimizer / compute,
         overheads=None if runtime.overheads is None else _overheads(runtime.overheads, calibration),
         allocator=runtime.allocator * calibration.memory,
     )
-    return replace(cluster, racks=racks), changed
+    return cluster, changed
 
 
-def _overheads(chores: RuntimeOverheads, calibration: Calibration) -> RuntimeOverheads:
-    """What is told in operators and bytes has been changed with the device; what is traffic or an update has factors of
-    its own."""
+def _overheads(overheads: RuntimeOverheads, calibration: Calibration) -> RuntimeOverheads:
+    """Operators and bytes change with the device already; traffic and updates have factors of their own."""
     traffic, update = calibration.traffic / calibration.compute, calibration.optimizer / calibration.compute
     return replace(
-        chores,
-        call=chores.call * traffic,
-        moved=chores.moved * traffic,
-        spread=chores.spread * traffic,
-        copy_bytes=chores.copy_bytes * traffic,
-        kept=chores.kept * calibration.traffic,
-        clip=chores.clip * update,
-        clip_bytes=chores.clip_bytes * update,
+        overheads,
+        call=overheads.call * traffic,
+        moved=overheads.moved * traffic,
+        spread=overheads.spread * traffic,
+        copy_bytes=overheads.copy_bytes * traffic,
+        kept=overheads.kept * calibration.traffic,
+        clip=overheads.clip * update,
+        clip_bytes=overheads.clip_bytes * update,
     )
-
-
-def _rack(rack: Rack, compute: float, traffic: float) -> Rack:
-    hosts = tuple(_host(host, compute, traffic) for host in rack.hosts)
-    return replace(rack, hosts=hosts, uplink=_link(rack.uplink, traffic))
 
 
 def _host(host: ClusterHost, compute: float, traffic: float) -> ClusterHost:

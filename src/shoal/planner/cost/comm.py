@@ -1,15 +1,15 @@
 """Seconds of messages and collectives on a cluster's tiers of links. Pure; on arrays.
 
-A group of n devices that stand `stride` apart fills tier after tier: inside a host, between hosts, between racks. Rings
-go through all of it; the devices of a group that are nearer to each other than a tier (`below`) share what crosses it:
+A group of n devices that are `stride` apart fills tier after tier: inside a host, between hosts, between racks. Rings
+go through all tiers; the devices of a group that are nearer to each other than a tier (`below`) share what crosses it:
 
     passes · (n−1)/n · S / below / W       on each tier, n: devices that it connects
     passes/2 · (n + 3) · α                 latency: once more for each device, three to begin
 
 Passes: 2 for an all-reduce, 1 for a reduce-scatter, an all-gather or an all-to-all. Tiers work at the same time: the
-slowest counts, and a tenth of the others. The latency is that of the farthest tier; with it come the efficiencies that
-were measured: 16 MB reach a third of the link on 2 hosts of 8 and less than a tenth on 16, 1 GB 0.9 and 0.76. Very
-large groups use trees: their latency grows with log n.
+slowest counts, and a tenth of the others. The latency of the farthest tier counts. This fits measured efficiencies: 16
+MB reach a third of the link on 2 hosts of 8 and less than a tenth on 16, 1 GB reaches 0.9 and 0.76. Very large groups
+use trees, whose latency grows with log n.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from shoal.planner.cluster import LinkTier
 
 ALL_REDUCE = 2.0
 HALF = 1.0  # reduce-scatter, all-gather, all-to-all
-OVERLAPPED = 0.9  # of the shorter phases of a collective: hidden behind the longest
-TREE = 20.0  # a tree's latency for each doubling of the group, in those of a link
+OVERLAPPED = 0.9  # share of a collective's shorter phases that hides behind the longest
+TREE = 20.0  # latency of a tree for each doubling of the group, in latencies of a link
 
 
 def collective_seconds(
     tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray, passes: float = ALL_REDUCE
 ) -> np.ndarray:
-    """Seconds until n devices, `stride` apart, have the result of `size` bytes. All devices of the cluster do the same
-    in groups of their own, so each has its share of what is shared."""
+    """Seconds until n devices, `stride` apart, have the result of `size` bytes, while all other devices of the cluster
+    do the same in groups of their own and take their share of each link."""
     n, stride, size = np.broadcast_arrays(*(np.asarray(each, dtype=float) for each in (n, stride, size)))
     total, longest, latency = np.zeros(n.shape), np.zeros(n.shape), np.zeros(n.shape)
     reached = np.ones(n.shape)  # devices of the group below this tier
@@ -48,7 +48,7 @@ def collective_seconds(
 
 
 def message_seconds(tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Seconds of a message to the next of n devices that stand `stride` apart: of the dearest hop among them."""
+    """Seconds of a message to the next of n devices that are `stride` apart: the slowest hop among them."""
     n, stride, size = np.broadcast_arrays(*(np.asarray(each, dtype=float) for each in (n, stride, size)))
     seconds = np.zeros(n.shape)
     for tier in reversed(tiers):
@@ -60,14 +60,13 @@ def message_seconds(tiers: Sequence[LinkTier], n: np.ndarray, stride: np.ndarray
 
 def server_seconds(size: np.ndarray, workers: np.ndarray, servers: np.ndarray, bandwidth: float, latency: float,
                    *, duplex: bool = True) -> np.ndarray:  # fmt: skip
-    """Of a synchronous exchange with parameter servers: `size` bytes up and as many down again. A worker's link takes
-    2S/W (S/W if it sends and receives at once), a server's S·w/(kW) each way; the larger one counts."""
-    ways = 1.0 if duplex else 2.0
+    """Seconds of a synchronous exchange with parameter servers: `size` bytes up and as many down. A worker's link takes
+    2S/W (S/W if it sends and receives at once), a server's S·w/(kW) each direction; the larger one counts."""
+    directions = 1.0 if duplex else 2.0
     servers = np.maximum(servers, 1)
-    seconds: np.ndarray = 2 * latency + ways * np.maximum(size, size * workers / servers) / bandwidth
-    return seconds
+    return np.asarray(2 * latency + directions * np.maximum(size, size * workers / servers) / bandwidth)
 
 
 def updates_per_second(step: float, size: float, workers: int, servers: int, bandwidth: float) -> float:
-    """Of asynchronous servers: min(w/T, kW/(2S)). Staleness is about w − 1."""
+    """Updates of asynchronous servers: min(w/T, kW/(2S)). Staleness is about w − 1."""
     return min(workers / step, servers * bandwidth / (2 * size))

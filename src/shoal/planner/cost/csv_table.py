@@ -1,12 +1,11 @@
-"""Tables of configurations: one row, one prediction. `shoal predict --table`, and the published tables of the tests.
+"""Predicts every row of a table of configurations, for `shoal predict --table` and published tables in the tests.
 
     layers, hidden, heads, seq, vocab, tp, pp, vp, dp, gpus, global_batch, micro_batch, recompute, dtype
 
-and, where a table has them, ffn, kv_heads, gated, zero, schedule, sequence_parallel, cluster. Other columns are kept
-and not looked at. Lines that begin with # are comments. Layers that stages do not divide evenly are cut where the
-dearest stage is cheapest.
+and optionally ffn, kv_heads, gated, zero, schedule, sequence_parallel, cluster. Other columns are kept and ignored.
+Lines that begin with # are comments. Layers that do not divide evenly into stages are cut to balance the stages.
 
-A row does not say which training system it is from; its date is told by what it does (`era`).
+A row does not name its training system; `training_system` infers it.
 """
 
 import csv
@@ -19,7 +18,8 @@ from pathlib import Path
 from shoal.errors import InputError
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, V_SHAPED
 from shoal.planner.cluster import Cluster, Device, find_cluster
-from shoal.planner.cost.predict import predict, slowest_device
+from shoal.planner.cost.compute import slowest_device
+from shoal.planner.cost.predict import predict
 from shoal.planner.cost.prediction import Prediction
 from shoal.planner.cost.runtime import FSDP, MEGATRON, MEGATRON_2021, MEGATRON_2022, Runtime
 from shoal.planner.cost.setup import RECOMPUTE, Setup
@@ -37,7 +37,7 @@ SIZES = ("layers", "hidden", "heads", "seq", "vocab")
 COLUMN_DEFAULTS = {"tp": 1, "pp": 1, "vp": 1, "ffn": 0, "kv_heads": 0, "zero": 0, "micro_batch": 1}
 DTYPES = ("fp16", "bf16", "fp8", "fp32", "tf32")
 FALSE, TRUE = ("", "0", "false", "no", "none"), ("1", "true", "yes")
-# Other ways to write a word.
+# Alternative spellings of values.
 COLUMN_SPELLINGS = {
     "recompute": {"false": "none", "no": "none", "0": "none", "true": "full", "yes": "full", "1": "full"},
     "dtype": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "amp-bf16": "bf16", "float32": "fp32"},
@@ -54,27 +54,27 @@ class TableRow:
     setup: Setup
     dtype: str
     cluster: str
-    tied: bool | None = None  # the output has the embedding's matrix; None: as the shape says
+    tied: bool | None = None  # the output shares the embedding's matrix; None: as the shape specifies
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSystem:
-    """What a row's training system is taken to be."""
+    """The training system that a row is assumed to come from."""
 
     runtime: Runtime
     style: TransformerStyle
 
 
 def training_system(row: TableRow, device: Device) -> TrainingSystem:
-    """The rule, for all rows alike:
+    """Infers the system by one rule for all rows:
 
     zero=3          FSDP: weights are gathered block by block; flash attention, no dropout
     fp16, or selective recompute, on devices without fp8
                     Megatron of 2021: attention keeps its s² tensors, dropout, nothing overlaps; with selective
-                    recompute or sequence parallelism that of 2022. (Flash attention, which came next, leaves nothing
-                    for selective recompute to do.)
-    all others      Megatron as it is now: flash attention, rotary positions, gradients overlap; in a table (`tied`)
-                    the output has a matrix of its own, as runs of today have
+                    recompute or sequence parallelism Megatron of 2022. (With flash attention, which came next,
+                    selective recompute has no effect.)
+    all others      Megatron today: flash attention, rotary positions, gradients overlap; in a table (`tied`) the
+                    output has a matrix of its own, as in today's runs
     """
     if row.setup.zero == 3:
         return TrainingSystem(runtime=FSDP, style=PLAIN)
@@ -85,28 +85,22 @@ def training_system(row: TableRow, device: Device) -> TrainingSystem:
 
 
 def predict_row(row: TableRow, cluster: Cluster | None = None) -> Prediction:
-    """`cluster`: instead of the one that the row names, which has as many hosts as it needs."""
+    """Predicts on `cluster`, or on the cluster that the row names, with as many hosts as it needs."""
     cluster = cluster_for(row.cluster, row.setup.devices) if cluster is None else cluster
-    return predict(
-        workload_of_row(row, cluster),
-        row.setup,
-        cluster,
-        training_system(row, slowest_device(cluster, row.dtype)).runtime,
-    )
+    runtime = training_system(row, slowest_device(cluster, row.dtype)).runtime
+    return predict(workload_of_row(row, cluster), row.setup, cluster, runtime)
 
 
 def workload_of_row(row: TableRow, cluster: Cluster) -> Workload:
     return _workload(row.shape, row.dtype, training_system(row, slowest_device(cluster, row.dtype)).style)
 
 
-@cache
-def _workload(shape: TransformerShape, dtype: str, style: TransformerStyle) -> Workload:
-    return workload_of_shape(shape, dtype, style)
+_workload = cache(workload_of_shape)
 
 
 @cache
 def cluster_for(name: str, devices: int) -> Cluster:
-    """Of that name, with more hosts if so many devices need them."""
+    """The cluster of that name, with more hosts if this number of devices needs them."""
     found = find_cluster(name)
     if devices <= found.devices:
         return found
@@ -117,7 +111,7 @@ def cluster_for(name: str, devices: int) -> Cluster:
 
 
 def predict_table(path: Path | str, cluster: str | None = None) -> list[dict[str, str]]:
-    """The rows of a CSV file with what is predicted added to each: step seconds, TFLOP/s of a device as SC21 counts
+    """Returns the rows of a CSV file with predictions added to each: step seconds, TFLOP/s of a device as SC21 counts
     them (recomputation included), and peak bytes of the device that needs most."""
     found = []
     for line, values in read_lines(path):
@@ -131,7 +125,7 @@ def predict_table(path: Path | str, cluster: str | None = None) -> list[dict[str
 
 
 def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
-    """Rows with the number of their line; comments and empty lines are left out."""
+    """Returns rows with their line numbers; leaves out comments and empty lines."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,9 +133,8 @@ def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
         raise InputError(f"table {path} cannot be read: {reason}") from None
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
     if not lines:
-        raise InputError(
-            f"table {path} is empty", fix=f"a line of column names: {','.join((*SIZES, 'tp', 'pp', 'dp'))},…"
-        )
+        columns = ",".join((*SIZES, "tp", "pp", "dp"))
+        raise InputError(f"table {path} is empty", fix=f"a line of column names: {columns},…")
     reader = csv.reader(line for _, line in lines)
     names = [name.strip() for name in next(reader)]
     found = []
@@ -154,7 +147,7 @@ def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
 
 
 def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
-    """Checks everything that a row says; an error names the column."""
+    """Checks every value of a row; an error names the column."""
 
     def number(name: str, least: int = 1) -> int:
         text = values.get(name, "").strip()
@@ -163,27 +156,25 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
         if not text:
             near = get_close_matches(name, values, n=1)
             raise InputError(f"column {name} is missing", fix=f"it is called {name}, not {near[0]}" if near else None)
-        whole = text.removesuffix(".0").replace("_", "")
-        if not whole.isdecimal() or int(whole) < least:
-            raise InputError(f"column {name} is {text!r}, not a whole number from {least} up")
-        return int(whole)
+        digits = text.removesuffix(".0").replace("_", "")
+        if not digits.isdecimal() or int(digits) < least:
+            raise InputError(f"column {name} is {text!r}, not a digits number from {least} up")
+        return int(digits)
 
     def word(name: str, known: Sequence[str], usual: str) -> str:
         text = values.get(name, "").strip().lower().replace("_", "-") or usual
         text = COLUMN_SPELLINGS.get(name, {}).get(text, text)
         if text not in known:
             near = get_close_matches(text, known, n=1)
-            raise InputError(
-                f"column {name} is {text!r}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-            )
+            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+            raise InputError(f"column {name} is {text!r}", fix=fix)
         return text
 
     def flag(name: str) -> bool:
         return word(name, (*FALSE, *TRUE), "0") in TRUE
 
-    shape = TransformerShape(**{name: number(name) for name in SIZES}, ffn=number("ffn", 0),
-                             kv_heads=number("kv_heads", 0),
-                  gated=flag("gated"))  # fmt: skip
+    sizes = {name: number(name) for name in SIZES} | {name: number(name, 0) for name in ("ffn", "kv_heads")}
+    shape = TransformerShape(**sizes, gated=flag("gated"))
     tensor, ranks, chunks, batch = number("tp"), number("pp"), number("vp"), number("global_batch")
     gpus = number("gpus") if values.get("gpus", "").strip() else None
     data = number("dp") if values.get("dp", "").strip() or gpus is None else max(1, gpus // (tensor * ranks))
@@ -200,7 +191,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
         schedule, chunks = "1f1b", 1
     name = cluster or values.get("cluster", "").strip()
     if not name:
-        raise InputError("no cluster is said", fix="--cluster NAME for all rows, or a column cluster")
+        raise InputError("the table names no cluster", fix="--cluster NAME for all rows, or a column cluster")
     setup = Setup(
         data=data,
         pipeline=ranks,
@@ -214,7 +205,7 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
         sequence_parallel=flag("sequence_parallel") and tensor > 1,
     )
     if setup.zero > 3:
-        raise InputError(f"column zero is {setup.zero}, and there are 0, 1, 2 and 3")
+        raise InputError(f"column zero is {setup.zero}, not 0, 1, 2 or 3")
     return TableRow(shape=shape, setup=setup, dtype=word("dtype", DTYPES, "bf16"), cluster=name, tied=False)
 
 
@@ -229,33 +220,33 @@ def check_divisible(
     *,
     even: bool = True,
 ) -> None:
-    """Of a shape and how it is cut: Megatron's rules. Tables also have runs whose stages are not `even`."""
+    """Checks Megatron's rules of divisibility. Published tables also have runs whose stages are not `even`."""
     if shape.layers < ranks * chunks:
         raise InputError(
             f"layers {shape.layers} are fewer than the stages: pp × vp = {ranks * chunks}",
             fix=f"pp × vp ≤ {shape.layers}",
         )
-    for what, whole, named, parts in (
+    for what, total, named, divisor in (
         ("layers", shape.layers, "pp × vp", ranks * chunks if even else 1),
         ("heads", shape.heads, "tp", tensor),
         ("hidden", shape.hidden, "tp", tensor),
         ("global_batch", batch, "dp × micro_batch", data * micro),
     ):
-        if whole % parts:
-            nearest = max(1, round(whole / parts)) * parts
-            raise InputError(f"{what} {whole} is not divisible by {named} = {parts}", fix=f"{what} = {nearest}")
+        if total % divisor:
+            nearest = max(1, round(total / divisor)) * divisor
+            raise InputError(f"{what} {total} is not divisible by {named} = {divisor}", fix=f"{what} = {nearest}")
 
 
 # -- against what was measured ----------------------------------------------------------------------------------------
 
 
 def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """Absolute, of what was measured."""
+    """Absolute errors relative to the measured values."""
     return [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
-    """How far two orders agree: pairs in the same order less pairs in the opposite, over all pairs. 1: wholly."""
+    """How far two orders agree: pairs in the same order less pairs in the opposite, over all pairs. 1: fully."""
     pairs = [(a, b) for b in range(len(one)) for a in range(b)]
     agree = sum(_sign(one[a] - one[b]) * _sign(other[a] - other[b]) for a, b in pairs)
     return agree / max(1, len(pairs))

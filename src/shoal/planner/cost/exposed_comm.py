@@ -1,6 +1,6 @@
 """Traffic that a step waits for: messages between stages, gradients between replicas. Pure; on arrays (setups, ranks).
 
-Where the runtime overlaps, gradients hide behind the backward pass of the last microbatch; what is left is exposed.
+Where the runtime overlaps, gradients hide behind the backward pass of the last microbatch; the rest is exposed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from shoal.planner.cost.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTraffic:
-    """What goes through a pipeline: seconds of one microbatch, and parameters, by (setup, rank)."""
+    """A pipeline's seconds of one microbatch, and parameters, by (setup, rank)."""
 
     ranks: int
     chunks: int
@@ -28,7 +28,7 @@ class PipelineTraffic:
 
 
 def strides_of(order: Sequence[str], tensor: np.ndarray, data: np.ndarray, ranks: float) -> dict[str, np.ndarray]:
-    """How far apart neighbours of each axis stand."""
+    """The distance between neighbours along each axis, in devices."""
     sizes = {"tensor": tensor, "data": data, "pipeline": np.full(len(tensor), ranks)}
     strides, reached = {}, np.ones(len(tensor))
     for axis in order:
@@ -38,37 +38,36 @@ def strides_of(order: Sequence[str], tensor: np.ndarray, data: np.ndarray, ranks
 
 
 def hop_seconds(
-    levels: Sequence[LinkTier], size: np.ndarray, parts: np.ndarray, ranks: int, stride: np.ndarray
+    tiers: Sequence[LinkTier], size: np.ndarray, slices: np.ndarray, ranks: int, stride: np.ndarray
 ) -> np.ndarray:
-    """Seconds until a stage has what the one before sends it. `parts`: slices each send one, and gather the whole
-    from each other (scatter-gather, SC21 section 4.1); 1: all send all of it."""
+    """Seconds until a stage has what the stage before sends. `slices`: each sends its slice, and the receivers gather
+    the rest from each other (scatter-gather, SC21 section 4.1); 1: each sends everything."""
     if ranks == 1:
         return np.zeros(len(size))
-    gathered = collective_seconds(levels, parts, np.ones(1), size, HALF)
-    seconds: np.ndarray = message_seconds(levels, np.full(len(size), float(ranks)), stride, size / parts) + gathered
-    return seconds
+    gathered = collective_seconds(tiers, slices, np.ones(1), size, HALF)
+    return np.asarray(message_seconds(tiers, np.full(len(size), float(ranks)), stride, size / slices) + gathered)
 
 
 def data_seconds(
     work: Workload,
     runtime: Runtime,
-    levels: Sequence[LinkTier],
+    tiers: Sequence[LinkTier],
     column: Mapping[str, np.ndarray],
     strides: Mapping[str, np.ndarray],
     flow: PipelineTraffic,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of data traffic that the step waits for, and those that hide behind compute."""
+    """Seconds of data traffic that the step waits for, and seconds that hide behind compute."""
     m, ranks, chunks, forward, backward = flow.microbatches, flow.ranks, flow.chunks, flow.forward, flow.backward
     data, zero = column["data"][:, None], column["zero"][:, None]
     stride = strides["data"][:, None]
-    wire = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
-    gradients, weights = flow.parameters * wire, flow.parameters * work.weight_bytes
-    if not levels:
+    wire_bytes = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
+    gradients, weights = flow.parameters * wire_bytes, flow.parameters * work.weight_bytes
+    if not tiers:
         return np.zeros(len(m)), np.zeros(len(m))
-    reduce = collective_seconds(levels, data, stride, gradients, ALL_REDUCE)
-    scatter = collective_seconds(levels, data, stride, gradients, HALF)
-    gather = collective_seconds(levels, data, stride, weights, HALF)
-    # zero=0: all-reduce; 1: reduce-scatter, and all-gather of what was updated.
+    reduce = collective_seconds(tiers, data, stride, gradients, ALL_REDUCE)
+    scatter = collective_seconds(tiers, data, stride, gradients, HALF)
+    gather = collective_seconds(tiers, data, stride, weights, HALF)
+    # zero=0: all-reduce; 1: reduce-scatter, and all-gather of the updated weights.
     traffic = np.where(zero > 0, scatter + gather, reduce)
     # Behind the last microbatch. Interleaved, a chunk is done while the microbatches of p ranks go through each of the
     # chunks before it.
@@ -76,15 +75,15 @@ def data_seconds(
     window = runtime.overlap * rounds * (backward + np.where(zero > 0, forward, 0.0))
     buckets = max(runtime.buckets, 1.0)
     exposed = np.maximum(traffic / buckets, traffic - window) if runtime.overlap else traffic
-    # zero=2: nobody keeps whole gradients, so every microbatch scatters them.
+    # zero=2: no worker keeps whole gradients, so every microbatch scatters them.
     late = m[:, None] * np.maximum(scatter / buckets, scatter - runtime.overlap * backward)
     late = late + np.maximum(gather / buckets, gather - runtime.overlap * forward)
     traffic = np.where(zero == 2, m[:, None] * scatter + gather, traffic)
     exposed = np.where(zero == 2, late if runtime.overlap else traffic, exposed)
     # zero=3: every microbatch gathers each block twice, and scatters its gradients.
     blocks = max(1.0, len(work.blocks) / ranks)
-    gathers = blocks * collective_seconds(levels, data, stride, weights / blocks, HALF)
-    scatters = blocks * collective_seconds(levels, data, stride, gradients / blocks, HALF)
+    gathers = blocks * collective_seconds(tiers, data, stride, weights / blocks, HALF)
+    scatters = blocks * collective_seconds(tiers, data, stride, gradients / blocks, HALF)
     late = np.maximum(gathers - forward, 0.0) + np.maximum(gathers + scatters - backward, 0.0) + gathers / blocks
     traffic = np.where(zero == 3, m[:, None] * (2 * gathers + scatters), traffic)
     exposed = np.where(zero == 3, m[:, None] * late if runtime.overlap else traffic, exposed)
@@ -94,39 +93,39 @@ def data_seconds(
     earlier = (np.cumsum(backward, axis=1) - backward) / chunks
     waits = np.maximum(exposed - earlier, 0.0).max(axis=1)
     # The first and the last stage add up the gradients of tied embeddings.
-    tied = work.tied * wire / column["tensor"]
+    tied = work.tied * wire_bytes / column["tensor"]
     if ranks > 1 and work.tied:
         waits = waits + collective_seconds(
-            levels, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE
+            tiers, np.full(len(m), 2.0), strides["pipeline"] * (ranks - 1), tied, ALL_REDUCE
         )
     servers = column["exchange"] == EXCHANGES.index("servers")
     if servers.any():
-        waits = np.where(servers, _server_seconds(levels, column, gradients.sum(axis=1), m, forward + backward), waits)
+        waits = np.where(servers, _server_seconds(tiers, column, gradients.sum(axis=1), m, forward + backward), waits)
     return waits, hidden.max(axis=1)
 
 
 def _server_seconds(
-    levels: Sequence[LinkTier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
+    tiers: Sequence[LinkTier], column: Mapping[str, np.ndarray], size: np.ndarray, m: np.ndarray, each: np.ndarray
 ) -> np.ndarray:
     """Seconds that workers wait for parameter servers."""
-    link = levels[-1]
+    link = tiers[-1]
     workers, servers = column["data"], np.maximum(column["servers"], 1.0)
     speed = link.shared_bandwidth * link.efficiency
     exchange = server_seconds(size, workers, servers, speed, link.latency)
     step = m * each.max(axis=1)
     behind = np.maximum(step, exchange) - step  # stale: the exchange of one step hides behind the next
-    # Asynchronous: min(w/T, kW/2S) updates a second, each of one worker's share of the batch.
+    # Asynchronous: min(w/T, kW/2S) updates a second, each from one worker's share of the batch.
     rate = np.minimum(workers / step, servers * speed / (2 * size))
     free = np.maximum(workers / rate - step, 0.0)
-    # A job's update is a whole batch: of one worker, or of a group that adds up its gradients first. The parties take
-    # turns with the servers, and the batch of one is computed while others exchange theirs.
+    # An update of a job is a whole batch: of one worker, or of a group that first adds up its gradients. The parties
+    # take turns with the servers, and one party computes its batch while others exchange theirs.
     number = column["number"]
     grouped = column["mode"] == SYNC_MODES.index("groups")
     parties = np.where(
         grouped, np.minimum(np.where(number > 0, number, int(DEFAULT_NUMBERS["groups"])), workers), workers
     )
     mates = workers / parties
-    inside = collective_seconds(levels, mates, np.ones(len(m)), size, ALL_REDUCE)
+    inside = collective_seconds(tiers, mates, np.ones(len(m)), size, ALL_REDUCE)
     alone = server_seconds(size, np.ones(len(m)), servers, speed, link.latency)
     batches = np.minimum(parties / (parties * step + inside + alone), servers * speed / (2 * size))
     queue = np.maximum(1 / batches - step, 0.0)
@@ -138,5 +137,4 @@ def _server_seconds(
         of_job & np.isin(mode, [SYNC_MODES.index("stale"), SYNC_MODES.index("async")]) | grouped, queue, waits
     )
     every = np.where(number > 0, number, int(DEFAULT_NUMBERS["local"]))
-    found: np.ndarray = np.where(mode == SYNC_MODES.index("local"), exchange / every, waits)
-    return found
+    return np.asarray(np.where(mode == SYNC_MODES.index("local"), exchange / every, waits))

@@ -1,4 +1,4 @@
-"""Writes down what a pass does: operators, storages and their lives, what autograd keeps. `trace.py` adds it up."""
+"""Records a pass over a model: operators, lifetimes of storages, what autograd keeps. `trace.py` adds it up."""
 
 import weakref
 from bisect import bisect_right
@@ -17,21 +17,21 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shoal.parallel.blocks import BlockList
 
 StorageBytes = tuple[int, int]  # a storage's number, and bytes of it
-END = 1 << 62  # above all of autograd's numbers but that of whatever puts gradients where they belong
+END = 1 << 62  # above autograd's sequence numbers, except that of the node that accumulates gradients
 # Operators that do not read what they overwrite.
 FRESH = {
     *("zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"),
     *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full"),
 }
-FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar", "set_")  # names begin so: whoever fills it pays
-LOOKUPS = ("embedding", "index_select", "gather")  # of a table, only what comes out is read
+FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar", "set_")  # prefixes: the operator that fills it counts
+LOOKUPS = ("embedding", "index_select", "gather")  # they read only the rows that they return
 SOFTMAX = ("_softmax", "_safe_softmax", "_softmax_backward_data")
 PRODUCTS = ("bmm", "baddbmm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCut:
-    """What tensor parallelism would slice."""
+    """Modules and parameters that tensor parallelism would slice."""
 
     modules: Mapping[str, str] = field(default_factory=dict)  # name -> column, row, vocab or attention
     parameters: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ class RecordedOp:
     clock: int
     segment: int
     backward: bool
-    node: int  # autograd's number of it, in forward; in backward, of the one whose gradient it makes
+    node: int  # autograd's sequence number: in forward its own, in backward that of the forward operator
     reads: list[StorageBytes]
     writes: list[StorageBytes]
     flops: float
@@ -55,21 +55,21 @@ class RecordedOp:
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """A storage, from the first sight of it to its end."""
+    """A storage, from its first use until it is freed."""
 
     size: int
     segment: int
     born: int
     kind: str  # parameter, buffer or input; empty: an operator made it
     died: int | None = None
-    used: int = -1  # by which segment of forward, the last
+    used: int = -1  # the last segment of forward that used it
 
 
 @dataclass(slots=True)
 class SavedStorage:
     """A storage that autograd keeps."""
 
-    segment: int  # that kept it first
+    segment: int  # the first that kept it
     node: int
     sliced: bool
 
@@ -81,20 +81,20 @@ class OpRecorder(TorchDispatchMode):
         self.clock = 0
         self.backward = False
         self.segment = 0
-        self.names: list[str] = []  # of the segments that are over
+        self.names: list[str] = []  # of finished segments
         self.ops: list[RecordedOp] = []
         self.storages: list[RecordedStorage] = []
         self.saved: dict[int, SavedStorage] = {}
-        self.dtypes: Counter[torch.dtype] = Counter()  # FLOPs of products, by what they are made of
-        self.all_reduces: list[tuple[int, int]] = []  # all-reduces of tensor parallelism: segment and bytes; both ways
-        self.fixed: set[int] = set()  # storages whose size does not follow from the number of samples
+        self.dtypes: Counter[torch.dtype] = Counter()  # FLOPs of products, by dtype
+        self.all_reduces: list[tuple[int, int]] = []  # of tensor parallelism, both passes: segment and bytes
+        self.fixed: set[int] = set()  # storages whose size does not depend on the number of samples
         self.users: dict[int, set[int]] = {}  # of a parameter: the segments that use it
-        self._known: dict[int, int] = {}  # address of a storage that is there -> its number
+        self._known: dict[int, int] = {}  # address of a live storage -> its number
         self._watched: dict[int, Any] = {}
         self._bounds: list[int] = []  # autograd's number at the end of each segment
         self._depth = 0
         self._inside: list[str] = []  # kinds of the split modules that are being called
-        self._sliced: set[int] = set()  # storages of which each slice has a part
+        self._sliced: set[int] = set()  # storages that are divided among tensor-parallel workers
         self._sliced_nodes: set[int] = set()
         self._in_slices = False
         self._node = -1
@@ -105,7 +105,7 @@ class OpRecorder(TorchDispatchMode):
             self._number(buffer, "buffer")
 
     def inputs(self, *trees: Any) -> None:
-        """What comes from outside: it is there anyway, and no segment's own."""
+        """Registers tensors from outside the model: they belong to no segment."""
         for leaf in tree_leaves(trees):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._number(leaf, "input")
@@ -131,7 +131,7 @@ class OpRecorder(TorchDispatchMode):
         return callback
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps this. What it gets is the same without its history, else it would keep itself."""
+        """Records that autograd keeps `tensor`. Returns it detached: with its history it would keep itself alive."""
         if tensor.layout == torch.strided:
             number = self._number(tensor, "input")
             if self.storages[number].kind not in ("parameter", "buffer"):
@@ -143,7 +143,7 @@ class OpRecorder(TorchDispatchMode):
         found = [parameter.grad for named in self.parameters.values() for _, parameter in named]
         return {self._number(each) for each in found if each is not None and each.layout == torch.strided}
 
-    # -- where we are -------------------------------------------------------------------------------------------------
+    # -- segments -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self, model: nn.Module, blocks: BlockList) -> Iterator[None]:
@@ -176,7 +176,7 @@ class OpRecorder(TorchDispatchMode):
         return hook
 
     def _split_begins(self, kind: str) -> Any:
-        """Each slice makes a part of the gradient of what goes into a column: one sum in backward."""
+        """Each worker makes a summand of the gradient of a column's input: one all-reduce in backward."""
 
         def hook(module: nn.Module, inputs: Any) -> None:
             self._inside.append(kind)
@@ -189,7 +189,7 @@ class OpRecorder(TorchDispatchMode):
         return hook
 
     def _split_ends(self, kind: str) -> Any:
-        """What comes out of a column is slices; all else is summed: one sum in forward."""
+        """The output of a column is sliced; other outputs are summed: one all-reduce in forward."""
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             self._inside.pop()
@@ -203,14 +203,14 @@ class OpRecorder(TorchDispatchMode):
         return hook
 
     def forward_ends(self) -> None:
-        """What follows the last block, such as the loss, belongs to it. A model whose code calls no block is one."""
+        """Assigns what follows the last block, such as the loss, to it. A model without blocks is one segment."""
         self.names = self.names or ["model"]
         self._bounds = [*self._bounds[: len(self.names) - 1], END]
         last = len(self.names) - 1
         for done in self.ops:
             done.segment = min(done.segment, last)
-        for memory in self.storages:
-            memory.segment, memory.used = min(memory.segment, last), min(memory.used, last)
+        for storage in self.storages:
+            storage.segment, storage.used = min(storage.segment, last), min(storage.used, last)
         for kept in self.saved.values():
             kept.segment = min(kept.segment, last)
         self.all_reduces = [(min(segment, last), size) for segment, size in self.all_reduces]
@@ -221,7 +221,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions about a tensor
+        if func.namespace == "prim":  # asks for a property of a tensor
             return func(*args, **kwargs)
         self.clock += 1
         self._find_place()
@@ -239,36 +239,36 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _follow(self, reads: list[StorageBytes], writes: list[StorageBytes]) -> None:
-        """What becomes of weights and slices, views included."""
-        made = {number for number, _ in writes}
+        """Follows weights, fixed sizes and slices from what an operator reads to what it writes, views included."""
+        written = {number for number, _ in writes}
         for number, _ in reads:
             self.storages[number].used = self.segment
             if number in self.parameters:
                 self.users.setdefault(number, set()).add(self.segment)
         if reads and all(number in self.fixed for number, _ in reads):
-            self.fixed |= made
+            self.fixed |= written
         else:
-            self.fixed -= made - self.parameters.keys()
+            self.fixed -= written - self.parameters.keys()
         self._in_slices = bool(self._inside) or any(number in self._sliced for number, _ in reads)
         if self._in_slices:
-            self._sliced |= made
+            self._sliced |= written
             self._sliced_nodes.add(self._node)
 
     def _find_place(self) -> None:
-        """Autograd's number of what is being done, and with it in which segment of backward we are."""
+        """Finds autograd's sequence number of the operator, and with it the segment of backward."""
         if not self.backward:
             self._node = _sequence() - 1
             return
         current = torch._C._current_autograd_node()
         number = END if current is None else int(current._sequence_nr())
-        if number < END:  # else a gradient is put where it belongs: still the same place
+        if number < END:  # else a gradient is accumulated: still the same segment
             self._node, self.segment = number, bisect_right(self._bounds, number)
 
     def _note(self, name: str, reads: list[StorageBytes], writes: list[StorageBytes], flops: float) -> None:
         core = name.startswith("_scaled_dot_product") or name in SOFTMAX
         if self.backward:
             sliced = self._node in self._sliced_nodes
-        else:  # every slice looks all words up; only the table of the gradient is smaller
+        else:  # every worker looks up all words; only the table of the gradient is smaller
             sliced = self._in_slices and self._inside[-1:] != ["vocab"]
         self.ops.append(
             RecordedOp(name, self.clock, self.segment, self.backward, self._node, reads, writes, flops, sliced, core)
@@ -294,7 +294,7 @@ def _really_read(name: str, reads: list[StorageBytes], writes: list[StorageBytes
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Of matrix products: 2 m n k, by torch's own formulas."""
+    """FLOPs of matrix products: 2 m n k, by torch's own formulas."""
     packet = func._overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))

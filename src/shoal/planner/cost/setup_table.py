@@ -1,4 +1,4 @@
-"""Many setups as columns: a row is a `Setup`, a column an array. What predictions of 100,000 at once are made from."""
+"""Many setups as columns: a row is a `Setup`, a column an array. Predictions of 100,000 setups use these."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +10,7 @@ import numpy as np
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES as SCHEDULES
 from shoal.planner.cost.setup import EXCHANGES, RECOMPUTE, SYNC_MODES, Setup
 
-# Columns of words hold their places in these.
+# Columns of words hold indices into these.
 WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE,
@@ -35,10 +35,10 @@ class SetupTable(Sequence[Setup]):
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> "SetupTable":
-        """What is not given has its default everywhere."""
+        """Columns that are not given have the field's default everywhere."""
         count = len(next(iter(columns.values())))
-        whole = {name: np.full(count, _number(name, DEFAULTS[name])) for name in FIELDS if name not in columns}
-        return cls(columns={name: np.asarray(whole.get(name, columns.get(name)), dtype=np.int64) for name in FIELDS})
+        defaults = {name: np.full(count, _number(name, DEFAULTS[name])) for name in FIELDS if name not in columns}
+        return cls(columns={name: np.asarray(defaults.get(name, columns.get(name)), dtype=np.int64) for name in FIELDS})
 
     def __len__(self) -> int:
         return len(self.columns["data"])
@@ -56,18 +56,16 @@ class SetupTable(Sequence[Setup]):
         return (self[at] for at in range(len(self)))
 
     def take(self, rows: "np.ndarray | Sequence[int]") -> "SetupTable":
-        """Of these rows: numbers, or a mask."""
+        """The table of these rows: numbers, or a mask."""
         return SetupTable(columns={name: column[rows] for name, column in self.columns.items()})
 
     def is_word(self, name: str, word: str) -> np.ndarray:
-        """Where a column of words has this one."""
-        found: np.ndarray = self.columns[name] == WORDS[name].index(word)
-        return found
+        """A mask of the rows whose column has this word."""
+        return np.asarray(self.columns[name] == WORDS[name].index(word))
 
     @property
     def devices(self) -> np.ndarray:
-        product: np.ndarray = self.columns["data"] * self.columns["pipeline"] * self.columns["tensor"]
-        return product
+        return np.asarray(self.columns["data"] * self.columns["pipeline"] * self.columns["tensor"])
 
     @cached_property
     def microbatches(self) -> np.ndarray:
@@ -75,8 +73,7 @@ class SetupTable(Sequence[Setup]):
         batch, data, size, lanes = (self.columns[name] for name in ("batch", "data", "microbatch", "lanes"))
         free = np.maximum(1, -(-batch // (data * size)))
         per_lane = np.maximum(1, batch // (np.maximum(lanes, 1) * size))
-        found: np.ndarray = np.where(lanes > 0, -(-lanes // data) * per_lane, free)
-        return found
+        return np.asarray(np.where(lanes > 0, -(-lanes // data) * per_lane, free))
 
 
 def _number(name: str, value: Any) -> int:

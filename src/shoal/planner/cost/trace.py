@@ -1,13 +1,12 @@
-"""A model's work, operator by operator, from one pass over shapes: nothing is allocated.
+"""Measures a model's work, operator by operator, in one pass over shapes: nothing is allocated.
 
     forward    every operator with its FLOPs, the bytes that it reads and writes, and the segment in which it ran
-    kept       what autograd keeps for backward: each storage once, in the segment that kept it first
-    backward   every operator again; autograd's own numbers say which operator of forward it belongs to
-    alive      when each storage was made and freed, and so the most that is there at once
+    saved      what autograd keeps for backward: each storage once, in the segment that kept it first
+    backward   every operator again; autograd's sequence numbers give the operator of forward that it belongs to
+    alive      when each storage was made and freed, and so the most that is alive at once
 
-A segment is a block and what the model's code did since the block before, as in a pipeline's row. Operators that only
-look at memory in another way (views) are left out. Tensors are fake: they hold nothing and say that they are on the
-CPU, so torch takes the ways that it takes there.
+A segment is a block and what the model's code did since the block before, as in a pipeline's row. Views are left out.
+Tensors are fake: they hold nothing and report the CPU as their device, so torch takes the code paths of the CPU.
 """
 
 import copy
@@ -31,7 +30,7 @@ from shoal.planner.cost.op_recorder import PRODUCTS, OpRecorder, RecordedOp, Ten
 from shoal.planner.cost.workload import Block, Op
 
 ONE_TO_ONE = ("add", "add_", "_to_copy", "copy_", "clone", "mul", "mul_", "div")
-LONGEST = 160  # letters of an error that is quoted
+MAX_ERROR_LETTERS = 160  # of an error that is quoted
 
 __all__ = ["TensorCut", "TracedModel", "fake_batch", "fake_copy", "fake_mode", "needs_values", "trace"]
 
@@ -40,8 +39,8 @@ __all__ = ["TensorCut", "TracedModel", "fake_batch", "fake_copy", "fake_mode", "
 class TracedModel:
     blocks: tuple[Block, ...]
     tied: float  # parameters that are counted in more than one block
-    dtype: str  # of most matrix products, as devices have it
-    notes: tuple[str, ...] = ()  # what could not be followed, in sentences
+    dtype: str  # of most matrix products, by its name in Device.peak
+    notes: tuple[str, ...] = ()  # sentences about what the trace had to assume
 
 
 # -- tensors without memory -------------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def fake_mode() -> Any:
 
 
 def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
-    """A copy whose tensors are fake; tied ones stay tied. `model` may be on meta."""
+    """A copy with fake tensors; tied parameters stay tied. `model` may be on meta."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
@@ -81,14 +80,18 @@ def fake(tensor: Tensor, mode: Any) -> Tensor:
 def trace(
     model: nn.Module, blocks: BlockList, loss: Callable[[], Tensor], *, inputs: Any = (), cut: TensorCut | None = None
 ) -> TracedModel:
-    """`loss`: calls the model with `inputs` and gives what is to be derived. Model and inputs are fake, or small enough
-    to be real; fake ones need their mode to be on."""
+    """Traces `loss()`, which calls the model with `inputs` and returns the loss. Model and inputs are fake, in an
+    active fake mode, or real if they are small."""
     recorder = OpRecorder(model, cut or TensorCut())
     recorder.inputs(inputs)
     notes: list[str] = []
     with recorder.recording(model, blocks), _quiet():
         try:
-            with torch.enable_grad(), recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, _same):
+            with (
+                torch.enable_grad(),
+                recorder,
+                torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed),
+            ):
                 found = loss()
         except JobError:
             raise
@@ -100,16 +103,18 @@ def trace(
             with recorder:
                 found.backward()
         except Exception as error:
-            notes.append(f"backward was not followed, and is taken as twice forward: {_error_text(error)}")
+            notes.append(f"backward cannot be traced, and counts as twice forward: {_error_text(error)}")
             del recorder.ops[forward:]
-            recorder.ops += [_as_backward(each) for each in recorder.ops for _ in range(2)]
+            recorder.ops += [replace(each, backward=True) for each in recorder.ops for _ in range(2)]
         del found
     dtype = "bf16" if any(each.itemsize == 2 for each, _ in recorder.dtypes.most_common(1)) else "fp32"
-    return TracedModel(blocks=_blocks(recorder), tied=_tied(recorder), dtype=dtype, notes=tuple(notes))
+    traced, sizes = _blocks(recorder), {each: named[0][1].numel() for each, named in recorder.parameters.items()}
+    tied = float(sum((len(users) - 1) * sizes[number] for number, users in recorder.users.items()))
+    return TracedModel(blocks=traced, tied=tied, dtype=dtype, notes=tuple(notes))
 
 
 def needs_values(error: BaseException) -> bool:
-    """Whether somebody asked a tensor without memory what it holds."""
+    """Whether the error comes from reading the values of a tensor without memory."""
     from torch._subclasses import fake_tensor
 
     kinds = (
@@ -124,17 +129,17 @@ def needs_values(error: BaseException) -> bool:
 
 def _refused(error: Exception, model: nn.Module) -> JobError:
     where = [*_module_of(error, model), *user_line(error)]
-    if not needs_values(error):  # a mistake that any input would show
+    if not needs_values(error):  # an error with any input
         return JobError(f"the model fails: {_error_text(error)}", where=where)
     return JobError(
-        f"the model cannot be traced: it does what needs values, not only shapes: {_error_text(error)}",
+        f"the model cannot be traced: it needs values, not only shapes: {_error_text(error)}",
         where=where,
         fix="a forward whose steps and shapes follow from the shapes of its inputs (torch.where for a choice by value)",
     )
 
 
 def _module_of(error: Exception, model: nn.Module) -> list[str]:
-    """The innermost module in whose forward it happened."""
+    """The innermost module whose forward raised the error."""
     names = {module: name for name, module in model.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [each for each in owners if isinstance(each, nn.Module) and names.get(each)]
@@ -143,7 +148,7 @@ def _module_of(error: Exception, model: nn.Module) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs a traceback of what is raised here anyway."""
+    """Silences torch's log of a traceback that is raised here anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -154,33 +159,27 @@ def _quiet() -> Iterator[None]:
 
 def _error_text(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0]
-    text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " …"
+    text = text if len(text) <= MAX_ERROR_LETTERS else text[:MAX_ERROR_LETTERS].rsplit(" ", 1)[0] + " …"
     return f"{type(error).__name__}: {text}"
 
 
-def _same(packed: Tensor) -> Tensor:
-    return packed
-
-
-def _as_backward(done: RecordedOp) -> RecordedOp:
-    return replace(done, backward=True)
-
-
-# -- what it comes to -------------------------------------------------------------------------------------------------
+# -- summary ----------------------------------------------------------------------------------------------------------
 
 
 def _blocks(recorder: OpRecorder) -> tuple[Block, ...]:
-    """Equal ones are one object."""
+    """Blocks in order; equal blocks are one object."""
     for number, named in recorder.parameters.items():
-        recorder.users.setdefault(number, {_by_name(recorder.names, named[0][0])})  # nothing uses it
+        owners = (at for at, name in enumerate(recorder.names) if named[0][0].startswith(f"{name}."))
+        recorder.users.setdefault(number, {next(owners, 0)})  # nothing uses it
     gradients = recorder.gradients()
     fixed = _fixed(recorder, gradients)
     core = _core(recorder)
     working, crossing = _working(recorder, gradients), _crossing(recorder)
-    equal: dict[Block, list[str]] = {}  # without numbers in its name -> names
+    equal: dict[Block, list[str]] = {}  # block without digits in its name -> names
     order: list[Block] = []
+    inputs = sum(each.size for each in recorder.storages if each.kind == "input" and each.used >= 0)
     for segment, name in enumerate(recorder.names):
-        entering = crossing[segment - 1] if segment else _inputs(recorder)
+        entering = crossing[segment - 1] if segment else float(inputs)
         block = _block(recorder, segment, fixed, core)
         block = replace(block, working=working[segment], output=crossing[segment], saved_input=entering)
         key = replace(block, name=re.sub(r"\d+", "*", name))
@@ -195,8 +194,8 @@ def _one_name(pattern: str, names: Sequence[str]) -> str:
     if len(names) == 1 or pattern.count("*") != 1:
         return names[0] if len(names) == 1 else pattern
     numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
-    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return pattern.replace("*", f"{numbers[0]}–{numbers[-1]}" if whole else ",".join(map(str, numbers)))
+    consecutive = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return pattern.replace("*", f"{numbers[0]}–{numbers[-1]}" if consecutive else ",".join(map(str, numbers)))
 
 
 def _block(recorder: OpRecorder, segment: int, fixed: set[int], core: set[int]) -> Block:
@@ -239,19 +238,9 @@ def _op(done: RecordedOp, fixed: set[int], core: bool) -> Op:
     )
 
 
-def _tied(recorder: OpRecorder) -> float:
-    return float(
-        sum((len(users) - 1) * recorder.parameters[number][0][1].numel() for number, users in recorder.users.items())
-    )
-
-
-def _by_name(names: Sequence[str], parameter: str) -> int:
-    return next((number for number, name in enumerate(names) if parameter.startswith(f"{name}.")), 0)
-
-
 def _fixed(recorder: OpRecorder, gradients: set[int]) -> set[int]:
-    """Storages whose size does not follow from the number of samples: parameters, buffers, what is made of them alone
-    (weights in another dtype), gradients, and what those are made of one to one."""
+    """Storages whose size does not depend on the number of samples: parameters, buffers, tensors made of them alone
+    (weights in another dtype), gradients, and tensors that become gradients one to one."""
     fixed = recorder.fixed | gradients
     for done in reversed(recorder.ops):
         if done.backward and done.name in ONE_TO_ONE and all(number in fixed for number, _ in done.writes):
@@ -260,8 +249,8 @@ def _fixed(recorder: OpRecorder, gradients: set[int]) -> set[int]:
 
 
 def _core(recorder: OpRecorder) -> set[int]:
-    """Places of the operators of attention's core: from the product before a softmax to the one after it, or all in
-    one."""
+    """Indices of the operators of attention's core: from the product before a softmax to the product after it, or one
+    fused operator."""
     found: set[int] = set()
     for place, done in enumerate(recorder.ops):
         if not done.core:
@@ -269,26 +258,24 @@ def _core(recorder: OpRecorder) -> set[int]:
         found.add(place)
         if "softmax" in done.name:
             for step in (-1, 1):
-                near = range(place + step, place + step * 12, step)
-                stop = next(
-                    (at for at in near if 0 <= at < len(recorder.ops) and _is_near(recorder.ops[at], done)), None
-                )
+                near = [at for at in range(place + step, place + step * 12, step) if 0 <= at < len(recorder.ops)]
+                stop = next((at for at in near if _is_product(recorder.ops[at], done)), None)
                 found |= set() if stop is None else set(range(min(place, stop), max(place, stop) + 1))
     return found
 
 
-def _is_near(other: RecordedOp, softmax: RecordedOp) -> bool:
+def _is_product(other: RecordedOp, softmax: RecordedOp) -> bool:
     return other.name in PRODUCTS and (other.segment, other.backward) == (softmax.segment, softmax.backward)
 
 
 def _working(recorder: OpRecorder, gradients: set[int]) -> list[float]:
-    """By segment: the most that is alive while it is at work, besides what it and those before it have saved."""
+    """By segment: the most that is alive while it runs, besides what it and earlier segments have saved."""
     change: Counter[int] = Counter()
-    for number, memory in enumerate(recorder.storages):
-        held = memory.kind in ("parameter", "buffer") or number in gradients
-        if not held and (memory.kind != "input" or number in recorder.saved):
-            change[memory.born] += memory.size
-            change[(recorder.clock if memory.died is None else memory.died) + 1] -= memory.size
+    for number, storage in enumerate(recorder.storages):
+        held = storage.kind in ("parameter", "buffer") or number in gradients
+        if not held and (storage.kind != "input" or number in recorder.saved):
+            change[storage.born] += storage.size
+            change[(recorder.clock if storage.died is None else storage.died) + 1] -= storage.size
     saved = [0.0] * len(recorder.names)
     for number, kept in recorder.saved.items():
         saved[kept.segment] += recorder.storages[number].size
@@ -302,14 +289,10 @@ def _working(recorder: OpRecorder, gradients: set[int]) -> list[float]:
 
 
 def _crossing(recorder: OpRecorder) -> list[float]:
-    """By segment: bytes that later ones need of it and of those before."""
+    """By segment: bytes of it and earlier segments that later segments need."""
     found = [0.0] * len(recorder.names)
-    for memory in recorder.storages:
-        if not memory.kind:
-            for segment in range(memory.segment, memory.used):
-                found[segment] += memory.size
+    for storage in recorder.storages:
+        if not storage.kind:
+            for segment in range(storage.segment, storage.used):
+                found[segment] += storage.size
     return found
-
-
-def _inputs(recorder: OpRecorder) -> float:
-    return float(sum(memory.size for memory in recorder.storages if memory.kind == "input" and memory.used >= 0))

@@ -1,10 +1,10 @@
-"""A transformer told by its shape alone, with no code: parameters, FLOPs, and its work operator by operator.
+"""Describes a transformer by its shape alone, without code: parameters, FLOPs, and its work operator by operator.
 
     layers=96,hidden=12288,heads=96,seq=2048,vocab=51200
 
-It is a GPT as Megatron has it (learned positions, tied embeddings, two layer norms), unless told otherwise: `ffn`
-(4 h), `kv_heads` (as heads), `gated` (three matrices in the feed-forward part; then positions cost nothing, norms have
-one vector, there are no biases, and the output has a matrix of its own, as in Llama).
+The default is a GPT as in Megatron: learned positions, tied embeddings, two layer norms. Options are `ffn` (4 h),
+`kv_heads` (as heads) and `gated` (three matrices in the feed-forward; positions cost nothing, norms have one vector,
+there are no biases, and the output has a matrix of its own, as in Llama).
 
 Sources: Narayanan et al., SC21 (FLOPs, parameters); Korthikanti et al. 2022 (activations).
 """
@@ -16,8 +16,8 @@ from shoal.errors import InputError
 from shoal.planner.cost.workload import Block, Op, Workload
 
 EXAMPLE = "layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
-# Attention in one kernel (flash) does half of the s² products that are counted where it is causal, at 0.6 of the speed
-# of a plain product in forward; backward does five for the four that count, at 0.4. Fitted to MPT on A100 and H100.
+# Flash attention does half of the s² products that are counted where it is causal, at 0.6 of the speed of a plain
+# product in forward; backward does five for the four that count, at 0.4. Fitted to MPT on A100 and H100.
 FLASH_FORWARD = 1.2
 FLASH_BACKWARD = 0.65
 
@@ -40,26 +40,26 @@ class TransformerShape:
             if getattr(self, each.name) < (0 if each.name == "gated" else 1):
                 raise InputError(f"{each.name} is {getattr(self, each.name)}: at least 1", fix=EXAMPLE)
         for what, of in (("hidden", "heads"), ("heads", "kv_heads")):
-            whole, parts = getattr(self, what), getattr(self, of)
-            if whole % parts:
+            total, divisor = getattr(self, what), getattr(self, of)
+            if total % divisor:
                 raise InputError(
-                    f"{what} {whole} is not divisible by {of} {parts}", fix=f"{what} = {max(1, whole // parts) * parts}"
+                    f"{what} {total} is not divisible by {of} {divisor}",
+                    fix=f"{what} = {max(1, total // divisor) * divisor}",
                 )
 
     @classmethod
     def parse(cls, text: str) -> "TransformerShape":
-        """`layers=96,hidden=12288,…`"""
+        """Parses `layers=96,hidden=12288,…`."""
         names = [each.name for each in fields(cls)]
         found: dict[str, int] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = item.partition("=")
             if name not in names:
                 near = get_close_matches(name, names, n=1)
-                raise InputError(
-                    f"a shape has no {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}"
-                )
+                fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(names)}"
+                raise InputError(f"a shape has no {name!r}", fix=fix)
             if name in found:
-                raise InputError(f"the shape says {name} twice", fix=EXAMPLE)
+                raise InputError(f"the shape has {name} twice", fix=EXAMPLE)
             found[name] = _number(name, value.strip())
         missing = [name for name in names[:5] if name not in found]
         if missing:
@@ -100,11 +100,11 @@ class TransformerShape:
         return self.layers * (self.matrices + self.vectors) + embeddings
 
     def flops(self, batch: int = 1, recompute: str = "none") -> float:
-        """Of the matrix products of one step, full s² attention counted:
+        """FLOPs of the matrix products of one step, with full s² attention:
 
         none       72BLsh²(1 + s/6h + V/12Lh)
         full       96BLsh²(1 + s/6h + V/16Lh)     the layers' forward again
-        selective  72BLsh²(1 + s/3h + V/12Lh)     as published; what is done again is a third of what that adds
+        selective  72BLsh²(1 + s/3h + V/12Lh)     as published; a third of the addition is really computed again
         """
         layer = 2.0 * self.seq * self.matrices + self.core_flops
         again = {"none": 0.0, "full": layer, "selective": 3 * self.core_flops}[recompute]
@@ -112,7 +112,7 @@ class TransformerShape:
 
     @property
     def core_flops(self) -> float:
-        """Of attention's core forward, for one sample and layer: scores and context."""
+        """FLOPs of attention's core forward, for one sample and layer: scores and context."""
         return 4.0 * self.seq * self.seq * self.hidden
 
 
@@ -124,24 +124,24 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-# -- as work ----------------------------------------------------------------------------------------------------------
+# -- workload ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerStyle:
-    """What a shape does not say, and a training system does."""
+    """What a training system adds to a shape."""
 
     flash: bool = True  # attention is one kernel that keeps no s² tensor
     dropout: bool = True  # after attention and feed-forward, with masks that are kept; inside attention if not flash
-    rotary: bool = True  # positions turn queries and keys: copies of both are kept
-    tied: bool | None = None  # the output has the embedding's matrix; None: as the shape says
-    gradient_bytes: float = 4.0  # of a parameter: 4 where they are added up in fp32
-    loss_bytes: float = 0.0  # of a logit, beside the 4 that are kept: what the loss needs while it is computed
+    rotary: bool = True  # positions rotate queries and keys: copies of both are kept
+    tied: bool | None = None  # the output shares the embedding's matrix; None: as the shape specifies
+    gradient_bytes: float = 4.0  # of a parameter: 4 where gradients are added up in fp32
+    loss_bytes: float = 0.0  # of a logit, besides the 4 that are kept: while the loss is computed
 
 
 GPT_2021 = TransformerStyle(flash=False, rotary=False)  # Megatron-LM until 2022
 GPT = TransformerStyle()  # Megatron-LM since
-# Llama, MPT and their like, under FSDP: 16 bytes of states; a loss made of operators, with gradients in fp32 and bf16.
+# Llama, MPT and similar, under FSDP: 16 bytes of states; a loss made of operators, with gradients in fp32 and bf16.
 PLAIN = TransformerStyle(dropout=False, gradient_bytes=2.0, loss_bytes=6.0)
 
 
@@ -185,7 +185,7 @@ def _passes(
     core: bool = False,
     last: bool = False,
 ) -> list[Op]:
-    """What only reads and writes: `forward` and `backward` bytes for each of `size` numbers."""
+    """An operator without products: `forward` and `backward` bytes for each of `size` numbers."""
     return [
         Op(name, 0.0, size * forward, sliced=sliced, core=core, last=last),
         Op(name, 0.0, size * backward, backward=True, sliced=sliced, core=core),

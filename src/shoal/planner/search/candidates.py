@@ -1,10 +1,10 @@
-"""Every way to spread a job over a number of devices, as columns of numbers. Pure.
+"""Enumerates every way to spread a job over a number of devices, as columns of numbers. Pure.
 
-A *space* says what may be tried. A shape may be cut in any way that divides it. A job fixes its arithmetic: batch,
-lanes and microbatches stay as they are, so replicas are at most the lanes, and only placement is left to choose.
+A *space* lists what may be tried. A shape may be cut in any way that divides it. A job fixes its arithmetic: batch,
+lanes and microbatches stay, so replicas are at most the lanes, and only placement is left to choose.
 
-    outer   tensor × pipeline × data × microbatch × schedule × chunks     what divides what is looked at one by one
-    inner   zero × recompute × sequence × exchange                       the same for all of them: an outer product
+    outer   tensor × pipeline × data × microbatch × schedule × chunks     divisibility is checked one by one
+    inner   zero × recompute × sequence × exchange                        the same for all: an outer product
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from shoal.planner.cost.workload import Workload
 
 MAX_SAMPLES = 64  # of a shape's microbatch
 MAX_CHUNKS = 8
-# From the simplest on: who is equal otherwise is ranked by it.
+# From the simplest on: ranks candidates of equal time.
 SIMPLEST = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipe")
 EXACT, TOLERANCE, INEXACT = MARKS = ("exact", "within tolerance", "not exact")
 
@@ -33,16 +33,16 @@ EXACT, TOLERANCE, INEXACT = MARKS = ("exact", "within tolerance", "not exact")
 class SearchSpace:
     """What may be tried."""
 
-    devices: tuple[int, ...]  # in all; each of these
+    devices: tuple[int, ...]  # numbers of devices in all; each is tried
     batch: int
     layers: int  # of a shape: stages have equally many. Of a job: blocks, at least one for a stage
-    tensors: tuple[int, ...] = (1,)  # slices
+    tensors: tuple[int, ...] = (1,)
     pipelines: tuple[int, ...] | None = None  # None: all that divide
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
     schedules: tuple[str, ...] = SIMPLEST
-    sequence: tuple[bool, ...] = (False, True)  # what is not sliced is cut along the sequence
-    servers: tuple[int, ...] = ()  # numbers of parameter servers; none: collectives alone
+    sequence: tuple[bool, ...] = (False, True)  # sequence parallelism, with tensor
+    servers: tuple[int, ...] = ()  # numbers of parameter servers; empty: collectives alone
     sync_modes: tuple[str, ...] = ("sync",)
     microbatch: tuple[int, ...] | None = None  # samples; None: all that divide
     lanes: int | None = None  # of a job
@@ -56,10 +56,10 @@ class SearchSpace:
 def space_of(
     work: Workload, cluster: Cluster, *, batch: int | None = None, heads: int | None = None, workers: int | None = None
 ) -> SearchSpace:
-    """All that may be tried with this work on this cluster. `heads`: those of a shape, which slices divide."""
+    """All that may be tried with this work on this cluster. `heads`: those of a shape, which tensor must divide."""
     devices = sum(host.devices for host in cluster.hosts)
     if workers is not None and not 1 <= workers <= devices:
-        raise InputError(f"{workers} workers, and the cluster has {devices} devices", fix=f"--workers {devices}")
+        raise InputError(f"{workers} workers, but the cluster has {devices} devices", fix=f"--workers {devices}")
     widest = max(16, *(host.devices for host in cluster.hosts))
     sliced = any(block.sliced or block.reductions for block in work.blocks)
     slices = [n for n in divisors(heads) if n <= widest] if heads else [n for n in (1, 2, 4, 8, 16) if n <= widest]
@@ -69,10 +69,9 @@ def space_of(
     if work.lanes is None:
         size = work.batch if batch is None else batch
         if size is None:
-            raise InputError("how large is a step's batch?", fix="--batch 1536")
-        return SearchSpace(
-            devices=(workers or devices,), batch=size, layers=_layers(work), tensors=tensors, servers=servers
-        )
+            raise InputError("a shape needs --batch: samples per step", fix="--batch 1536")
+        layers = max(Counter(map(id, work.blocks)).values())  # equal blocks are one object
+        return SearchSpace(devices=(workers or devices,), batch=size, layers=layers, tensors=tensors, servers=servers)
     if work.batch is None or work.microbatches is None:
         raise InputError(f"{work.name} has lanes, but no batch or microbatches")
     return SearchSpace(
@@ -80,7 +79,7 @@ def space_of(
         batch=work.batch,
         layers=len(work.blocks),
         tensors=tensors,
-        recompute=("none", "full"),  # as the runtime has it
+        recompute=("none", "full"),  # the runtime has no selective recomputation
         sequence=(False,),
         servers=servers,
         lanes=work.lanes,
@@ -89,7 +88,7 @@ def space_of(
 
 
 def candidates(space: SearchSpace) -> SetupTable:
-    """In a fixed order: the same space gives the same rows."""
+    """All setups of a space, in a fixed order."""
     outer = np.array([each for devices in space.devices for each in _outer(space, devices)], dtype=np.int64)
     outer = outer.reshape(-1, 6)
     inner = np.array(list(_inner(space)), dtype=np.int64)
@@ -100,8 +99,8 @@ def candidates(space: SearchSpace) -> SetupTable:
     columns |= {name: np.tile(inner[:, at], count) for at, name in enumerate(more)}
     columns["batch"] = np.full(count * width, space.batch)
     columns["lanes"] = np.full(count * width, space.lanes or 0)
-    made = SetupTable.from_columns(columns)
-    return made.take(_sensible(made))
+    setups = SetupTable.from_columns(columns)
+    return setups.take(_sensible(setups))
 
 
 def _outer(space: SearchSpace, devices: int) -> Iterator[tuple[int, int, int, int, int, int]]:
@@ -116,21 +115,21 @@ def _outer(space: SearchSpace, devices: int) -> Iterator[tuple[int, int, int, in
 
 
 def _microbatches(space: SearchSpace, data: int) -> Iterator[tuple[int, int]]:
-    """Samples of one, and how many go through the replica that has fewest."""
+    """Yields the samples of a microbatch, and the number of microbatches of the replica with fewest."""
     if space.lanes is not None:
         each = space.microbatches or 1
         if data <= space.lanes:
             yield space.batch // (space.lanes * each), space.lanes // data * each
         return
     if space.batch % data == 0:
-        whole = space.batch // data
-        for size in divisors(whole):
+        share = space.batch // data
+        for size in divisors(share):
             if size <= MAX_SAMPLES and (space.microbatch is None or size in space.microbatch):
-                yield size, whole // size
+                yield size, share // size
 
 
 def _orders(space: SearchSpace, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Schedules, each with its chunks."""
+    """Yields schedules, each with its chunks."""
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -151,51 +150,46 @@ def _inner(space: SearchSpace) -> Iterator[tuple[int, int, int, int, int, int]]:
         yield 0, RECOMPUTE.index(recompute), 0, EXCHANGES.index("servers"), servers, SYNC_MODES.index(mode)
 
 
-def _sensible(made: SetupTable) -> np.ndarray:
-    """States are cut among replicas, a sequence among slices; servers serve replicas that are one worker each."""
-    data, pipeline, tensor = (made.columns[name] for name in ("data", "pipeline", "tensor"))
-    zero, sequence = made.columns["zero"], made.columns["sequence_parallel"]
-    served = made.is_word("exchange", "servers")
+def _sensible(setups: SetupTable) -> np.ndarray:
+    """Drops what has no effect: zero needs replicas, sequence tensor; servers serve replicas of one worker each."""
+    data, pipeline, tensor = (setups.columns[name] for name in ("data", "pipeline", "tensor"))
+    zero, sequence = setups.columns["zero"], setups.columns["sequence_parallel"]
+    served = setups.is_word("exchange", "servers")
     keep = ((zero == 0) | (data > 1)) & ((sequence == 0) | (tensor > 1))
-    keep &= ~served | ((data > 1) & (pipeline * tensor == 1) & (made.columns["servers"] <= data))
-    # Gradients that are cut travel with every microbatch of a pipeline: nobody does that. A job's layout refuses
-    # weights that are cut, too (parallel/layout.py).
+    keep &= ~served | ((data > 1) & (pipeline * tensor == 1) & (setups.columns["servers"] <= data))
+    # With a pipeline, sharded gradients would travel with every microbatch, so no system does that. A job's layout
+    # also refuses sharded weights (parallel/layout.py).
     keep &= (zero != 2) | (pipeline == 1)
-    if made.columns["lanes"].any():
+    if setups.columns["lanes"].any():
         keep &= (zero < 2) | (pipeline == 1)
-    found: np.ndarray = keep
-    return found
+    return np.asarray(keep)
 
 
-# -- what is said of them ---------------------------------------------------------------------------------------------
+def marks(setups: SetupTable) -> np.ndarray:
+    """Indices into MARKS: the same bits on any cluster, equal up to rounding, or a different training."""
+    changed = setups.is_word("exchange", "servers") & ~setups.is_word("mode", "sync")
+    return np.asarray(np.where(changed, 2, (setups.columns["tensor"] > 1).astype(np.int64)))
 
 
-def marks(made: SetupTable) -> np.ndarray:
-    """Places in MARKS: the same bits on any cluster, equal up to rounding, or another training."""
-    changed = made.is_word("exchange", "servers") & ~made.is_word("mode", "sync")
-    found: np.ndarray = np.where(changed, 2, (made.columns["tensor"] > 1).astype(np.int64))
-    return found
-
-
-def runnable(made: SetupTable) -> np.ndarray:
-    """Whether this runtime has it: recomputation is of whole blocks, and with servers a worker has the whole model."""
-    whole = made.devices == made.columns["data"]
+def runnable(setups: SetupTable) -> np.ndarray:
+    """Whether this runtime supports it: recomputation of whole blocks, and with servers whole models on workers."""
+    one_worker = setups.devices == setups.columns["data"]
     found: np.ndarray = (
-        (made.is_word("exchange", "collectives") | (whole & (made.columns["zero"] == 0)))
-        & ~made.is_word("recompute", "selective")
-        & (made.columns["sequence_parallel"] == 0)
-        & ((made.columns["zero"] < 2) | (made.columns["pipeline"] == 1))
+        (setups.is_word("exchange", "collectives") | (one_worker & (setups.columns["zero"] == 0)))
+        & ~setups.is_word("recompute", "selective")
+        & (setups.columns["sequence_parallel"] == 0)
+        & ((setups.columns["zero"] < 2) | (setups.columns["pipeline"] == 1))
     )
     return found
 
 
-def simplicity(made: SetupTable) -> list[np.ndarray]:
-    """Keys to sort by, the first decides first: fewer cuts, then what has less to it."""
-    columns = made.columns
+def simplicity(setups: SetupTable) -> list[np.ndarray]:
+    """Keys to sort by, the first decides first: fewer cuts, then simpler choices."""
+    columns = setups.columns
     cuts = sum((columns[name] > 1).astype(np.int64) for name in ("pipeline", "tensor")) + (columns["zero"] > 0)
     place = np.array([SIMPLEST.index(name) for name in WORDS["schedule"]])
     return [
-        made.devices,
+        setups.devices,
         cuts,
         columns["exchange"],
         columns["zero"],
@@ -212,11 +206,8 @@ def simplicity(made: SetupTable) -> list[np.ndarray]:
 
 
 def without_inexact(space: SearchSpace) -> SearchSpace:
-    """Only what gives one sha256 on any cluster."""
+    """The space without setups whose bits depend on the cluster."""
     return replace(space, tensors=(1,), sync_modes=("sync",), servers=())
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
@@ -226,12 +217,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def worker_counts(devices: int) -> tuple[int, ...]:
-    """Numbers of workers worth a try: all, and powers of two below; of a few, each."""
+    """Numbers of workers worth a try: up to 8 each number, beyond that powers of two and all of them."""
     if devices <= 8:
         return tuple(range(1, devices + 1))
     return tuple(sorted({devices, *(1 << n for n in range(devices.bit_length()) if 1 << n <= devices)}))
-
-
-def _layers(work: Workload) -> int:
-    """Equal blocks are one object many times."""
-    return max(Counter(map(id, work.blocks)).values())

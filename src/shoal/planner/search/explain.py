@@ -1,7 +1,6 @@
-"""Why this plan: against the next best and plain data parallel, where the time goes, and which one change helps most.
+"""Explains a plan: compares the next best and plain data parallelism, and finds the one change that helps most.
 
-Nothing is asserted that was not predicted again: each "what if" is a search of its own on a changed cluster or batch.
-Pure.
+Every statement is predicted: each "what if" is a search of its own on a changed cluster or batch. Pure.
 """
 
 from collections.abc import Callable
@@ -29,16 +28,16 @@ TIER_PHRASES = {
     "host": "between hosts",
     "rack": "between racks",
 }
-MIN_GAIN = 0.005  # a gain below this is none
+MIN_GAIN = 0.005  # a smaller gain does not count
 RankFunction = Callable[[Workload, Cluster, SearchSpace], PlanRanking]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIfChange:
-    """One thing changed, and everything searched again."""
+    """One change, with the best plan of a new search."""
 
     name: str
-    gain: float  # samples a second over those of now
+    gain: float  # samples a second over those of the current plan
     best: Candidate
 
 
@@ -46,12 +45,12 @@ class WhatIfChange:
 class PlanExplanation:
     sentences: tuple[str, ...]
     changes: tuple[WhatIfChange, ...]  # by gain
-    parallel: float | None  # Amdahl's part, of what today's devices do
+    parallel: float | None  # Amdahl's parallel fraction
     scaled: float | None  # Gustafson's
 
 
 def explain(ranking: PlanRanking, rank: RankFunction) -> PlanExplanation:
-    """`rank` searches again with another work, cluster or space."""
+    """`rank` searches with another workload, cluster or space."""
     best = ranking.best
     changes = what_if(ranking, rank)
     twice = {change.name: change for change in changes}
@@ -71,12 +70,12 @@ def _time(best: Candidate) -> str:
     parts = sorted(
         (term for term in best.terms if best.terms[term] > MIN_GAIN * best.seconds), key=best.terms.__getitem__
     )
-    told = ", ".join(f"{TERM_PHRASES[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
-    return f"--layout {best.setup} takes {seconds_text(best.seconds)} a step: {told}."
+    shares = ", ".join(f"{TERM_PHRASES[term]} {percent(best.terms[term] / best.seconds)}" for term in reversed(parts))
+    return f"--layout {best.setup} takes {seconds_text(best.seconds)} a step: {shares}."
 
 
 def _compared(ranking: PlanRanking) -> list[str]:
-    """The next best that is cut otherwise, and plain data parallel."""
+    """Compares the next best layout, and plain data parallelism."""
     best = ranking.best
     found = []
     other = next((each for each in ranking.top(200) if str(each.setup) != str(best.setup)), None)
@@ -119,7 +118,7 @@ def _bottleneck(ranking: PlanRanking) -> list[str]:
 
 
 def _best_change(best: Candidate, changes: tuple[WhatIfChange, ...]) -> list[str]:
-    """Of changes that are one thing; twice the devices have a sentence of their own."""
+    """Single changes; twice the devices have a sentence of their own."""
     one = [change for change in changes if change.name not in (DEVICES, BOTH)]
     helps = [change for change in one if change.gain > 1 + MIN_GAIN]
     if not helps:
@@ -138,15 +137,10 @@ def _best_change(best: Candidate, changes: tuple[WhatIfChange, ...]) -> list[str
 
 def _doubled(doubled: WhatIfChange, parallel: float, grown: WhatIfChange | None, scaled: float | None) -> str:
     limit = amdahl_limit(parallel)
-    most = (
-        "there is no limit in it"
-        if limit > 1e4
-        else f"no number of devices gives more than {limit:,.{0 if limit >= 100 else 1}f} × of now"
-    )
-    text = (
-        f"Twice the devices for the same batch: {doubled.gain:.2f} ×. By Amdahl's law {percent(parallel, 1)} of a step"
-    )
-    text += f" is parallel, and {most}."
+    most = f"no number of devices gives more than {limit:,.{0 if limit >= 100 else 1}f} × of now"
+    most = "there is no limit in it" if limit > 1e4 else most
+    text = f"Twice the devices for the same batch: {doubled.gain:.2f} ×."
+    text += f" By Amdahl's law {percent(parallel, 1)} of a step is parallel, and {most}."
     if grown is not None and scaled is not None:
         text += f" Twice the batch with them: {grown.gain:.2f} ×, by Gustafson's law {percent(scaled, 1)} parallel."
     return text
@@ -170,7 +164,7 @@ DEVICES, BOTH = "twice the devices", "twice the devices and the batch"
 
 
 def what_if(ranking: PlanRanking, rank: RankFunction) -> tuple[WhatIfChange, ...]:
-    """Everything searched again with one thing doubled; the largest gain first."""
+    """Searches again with one thing doubled; the largest gain first."""
     work, cluster, space = ranking.work, ranking.cluster, ranking.space
     larger_work, larger_space = larger_batch(work, space)
     more, wide = more_hosts(cluster), more_devices(space)
@@ -198,7 +192,7 @@ def what_if(ranking: PlanRanking, rank: RankFunction) -> tuple[WhatIfChange, ...
 
 
 def larger_batch(work: Workload, space: SearchSpace, times: int = 2) -> tuple[Workload, SearchSpace]:
-    """Of a job by more microbatches in a lane: each stays as large as it is."""
+    """A larger batch; a job gets more microbatches in a lane, each as large as before."""
     if work.lanes is None or space.microbatches is None:
         return work, replace(space, batch=space.batch * times)
     batch, microbatches = space.batch * times, space.microbatches * times
@@ -215,7 +209,7 @@ def more_devices(space: SearchSpace) -> SearchSpace:
 
 
 def more_hosts(cluster: Cluster) -> Cluster:
-    """Twice the hosts in every rack, and uplinks that go with them."""
+    """Twice the hosts in every rack, and twice the uplinks."""
 
     def twice(rack: Rack) -> Rack:
         twins = tuple(replace(host, name=f"{host.name}-twin") for host in rack.hosts)
@@ -225,7 +219,7 @@ def more_hosts(cluster: Cluster) -> Cluster:
 
 
 def widen_links(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
-    """The links of one tier with more bandwidth; the same cluster if it does not say what they are."""
+    """The links of one tier with more bandwidth; the same cluster if it does not describe them."""
 
     def inside(host: ClusterHost) -> HostInterconnect | None:
         if host.interconnect is None or tier not in ("inside", "socket"):
@@ -238,12 +232,9 @@ def widen_links(cluster: Cluster, tier: str, times: float = 2.0) -> Cluster:
     def host_of(host: ClusterHost) -> ClusterHost:
         return replace(host, interconnect=inside(host), link=_link(host.link, times if tier == "host" else 1.0))
 
-    def rack_of(rack: Rack) -> Rack:
-        return replace(
-            rack, hosts=tuple(map(host_of, rack.hosts)), uplink=_link(rack.uplink, times if tier == "rack" else 1.0)
-        )
-
-    return replace(cluster, racks=tuple(map(rack_of, cluster.racks)))
+    if tier == "rack":
+        return replace(cluster, racks=tuple(replace(r, uplink=_link(r.uplink, times)) for r in cluster.racks))
+    return cluster.map_hosts(host_of)
 
 
 def scale_devices(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cluster:
@@ -255,11 +246,7 @@ def scale_devices(cluster: Cluster, *, memory: int = 1, peak: float = 1.0) -> Cl
         peaks, rates = ({name: rate * peak for name, rate in each.items()} for each in (device.peak, device.rates))
         return replace(device, memory=device.memory * memory, peak=peaks, rates=rates)
 
-    racks = (
-        replace(rack, hosts=tuple(replace(host, device=device_of(host.device)) for host in rack.hosts))
-        for rack in cluster.racks
-    )
-    return replace(cluster, racks=tuple(racks))
+    return cluster.map_hosts(lambda host: replace(host, device=device_of(host.device)))
 
 
 def _link(link: ClusterLink, times: float) -> ClusterLink:

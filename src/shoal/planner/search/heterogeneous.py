@@ -1,10 +1,10 @@
-"""Devices that are not alike: unequal shares of the lanes, and stages as large as their devices are fast. Pure.
+"""Unequal devices: unequal shares of the lanes, and stages as large as their devices are fast. Pure.
 
-    replica  stage  speed      weights of stages: what their devices can, over all replicas
-       0     0 1    2 2        shares of lanes: what is left of a replica's speed with those stages
+    replica  stage  speed      weights of stages: the mean speed of their devices over all replicas
+       0     0 1    2 2        shares of lanes: the speed that remains of a replica with those stages
        1     0 1    2 1
 
-Everything is first predicted as if all devices were of one kind, for each kind; what is here puts these together.
+Each kind of device is first predicted as if all devices were of that kind; this module combines the predictions.
 """
 
 from collections.abc import Sequence
@@ -23,73 +23,67 @@ from shoal.planner.cost.setup import Setup
 from shoal.planner.cost.setup_table import SetupTable
 from shoal.planner.cost.workload import Workload
 
-SHARED_TERMS = ("compute", "recompute", "tensor", "bubble")  # terms that a share of the lanes makes smaller
-SPEED_DIGITS = 3  # digits of a speed that lanes are dealt by
-MAX_LANES = 32  # dealt so that few partial sums travel, too; more would take long
+SHARED_TERMS = ("compute", "recompute", "tensor", "bubble")  # terms in proportion to a replica's share of the lanes
+SPEED_DIGITS = 3  # digits of a speed that lanes are assigned by
+MAX_LANES = 32  # up to here lanes are assigned so that few partial sums travel; beyond, that takes too long
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnequalAssignment:
-    """How one setup meets unequal devices."""
+    """How a setup divides its work among unequal devices."""
 
-    counts: tuple[int, ...]  # lanes of each replica; of a shape microbatches
-    weights: tuple[float, ...]  # of the stages; all 1 where devices are alike
-    busy: float  # seconds of the replica that is busy longest, over those of devices that are all of the first kind
-    largest: float  # of the stages, over one of equal stages
+    counts: tuple[int, ...]  # lanes of each replica (of a shape: microbatches)
+    weights: tuple[float, ...]  # of the stages; all 1 where devices are equal
+    busy: float  # seconds of the slowest replica, over those of devices that are all of the first kind
+    largest: float  # weight of the largest stage, over that of equal stages
 
     @property
     def shares(self) -> str | None:
-        """As `--shares` has it; None: as even as they can be."""
+        """The shares in the form of `--shares`; None: as even as possible."""
         return None if max(self.counts) - min(self.counts) <= 1 else ",".join(map(str, self.counts))
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """Weights of a pipeline's stages; none: equal."""
+        """Weights of a pipeline's stages; empty: equal."""
         return () if len(set(self.weights)) == 1 else self.weights
 
 
 def device_kinds(cluster: Cluster) -> tuple[Device, ...]:
-    """Of devices, each once, in the order of hosts."""
+    """The kinds of devices, in the order of hosts."""
     found: dict[str, Device] = {}
     for host in cluster.hosts:
         if host.device is None:
             raise InputError(
-                f"the cluster does not say what devices host {host.name} has",
+                f"the cluster does not describe the devices of host {host.name}",
                 fix="a preset (shoal cluster show), or [devices] in the file",
             )
         found.setdefault(host.device.name, host.device)
     return tuple(found.values())
 
 
-def worker_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """The device of each worker, host by host."""
-    return tuple(host.device for host in cluster.hosts for _ in range(host.devices) if host.device is not None)
-
-
 def uniform_cluster(cluster: Cluster, device: Device) -> Cluster:
-    """The same with devices that are all of one kind."""
-    racks = (replace(rack, hosts=tuple(replace(host, device=device) for host in rack.hosts)) for rack in cluster.racks)
-    return replace(cluster, racks=tuple(racks))
+    """The same cluster with devices of one kind."""
+    return cluster.map_hosts(lambda host: replace(host, device=device))
 
 
 def predict_unequal(
     work: Workload, setups: SetupTable, cluster: Cluster, runtime: Runtime | None
 ) -> tuple[PredictionTable, list[UnequalAssignment]]:
-    """The slowest replica decides, with shares and stages that make it as fast as can be."""
+    """Predicts the slowest replica, with shares and stages that make it as fast as possible."""
     each, runtime = device_kinds(cluster), runtime or (MEGATRON if work.lanes is None else SHOAL)
     by_kind = [predict_many(work, setups, uniform_cluster(cluster, kind), runtime) for kind in each]
     busy = np.stack([sum(one.terms[name] for name in SHARED_TERMS) for one in by_kind])
-    order = [each.index(device) for device in worker_devices(cluster)]
-    # Speeds relative to the first kind, as coarse as dealing needs: equal questions are answered once.
+    order = [each.index(host.device) for host in cluster.hosts if host.device for _ in range(host.devices)]  # by worker
+    # Speeds relative to the first kind, rounded as far as the assignment allows: equal questions are answered once.
     speeds = np.maximum(busy[0] / np.maximum(busy, 1e-30), 0.1**SPEED_DIGITS).round(SPEED_DIGITS).T.tolist()
     known: dict[tuple[_AssignmentKey, tuple[float, ...]], UnequalAssignment] = {}
-    spreads = []
+    assignments = []
     for setup, relative in zip(setups, speeds, strict=True):
         key = _AssignmentKey.of(setup), tuple(relative)
         if key not in known:
-            known[key] = _spread(key[0], [relative[kind] for kind in order[: setup.devices]], runtime.order)
-        spreads.append(known[key])
-    ratio, larger = (np.array([getattr(spread, name) for spread in spreads]) for name in ("busy", "largest"))
+            known[key] = _assign(key[0], [relative[kind] for kind in order[: setup.devices]], runtime.order)
+        assignments.append(known[key])
+    ratio, larger = (np.array([getattr(each, name) for each in assignments]) for name in ("busy", "largest"))
     terms = {name: by_kind[0].terms[name] * ratio for name in SHARED_TERMS}
     terms |= {name: np.max([one.terms[name] for one in by_kind], axis=0) for name in TERMS if name not in SHARED_TERMS}
     peaks = np.stack([one.peak for one in by_kind])
@@ -97,30 +91,30 @@ def predict_unequal(
     found = PredictionTable(
         seconds=np.where(np.isfinite(by_kind[0].seconds), np.sum(list(terms.values()), axis=0), np.inf),
         terms=terms,
-        peak=peaks[worst, rows] * larger,  # at the most: as if all that a worker holds were its stage's
+        peak=peaks[worst, rows] * larger,  # an upper bound: as if a worker held nothing but its stage
         binds=np.stack([one.binds for one in by_kind])[worst, rows],
         binds_bytes=np.stack([one.binds_bytes for one in by_kind])[worst, rows] * larger,
     )
-    return found, spreads
+    return found, assignments
 
 
 @dataclass(frozen=True)
 class _AssignmentKey:
-    """What of a setup a deal depends on."""
+    """The properties of a setup that an assignment depends on."""
 
     data: int
     pipeline: int
     tensor: int
-    pieces: int  # lanes, or microbatches of all replicas
-    even: bool  # gradients that are cut want equal shares
+    work_units: int  # lanes, or microbatches of all replicas
+    even: bool  # sharded gradients need equal shares
 
     @classmethod
     def of(cls, setup: Setup) -> "_AssignmentKey":
-        pieces = setup.lanes or max(setup.data, setup.batch // setup.microbatch)
-        return cls(setup.data, setup.pipeline, setup.tensor, pieces, setup.zero >= 2)
+        work_units = setup.lanes or max(setup.data, setup.batch // setup.microbatch)
+        return cls(setup.data, setup.pipeline, setup.tensor, work_units, setup.zero >= 2)
 
 
-def _spread(question: _AssignmentKey, speeds: Sequence[float], nearest: Sequence[str]) -> UnequalAssignment:
+def _assign(question: _AssignmentKey, speeds: Sequence[float], nearest: Sequence[str]) -> UnequalAssignment:
     """`nearest`: the axes, from that of neighbours to that of the farthest workers."""
     data, pipeline = question.data, question.pipeline
     farthest = list(reversed(nearest))
@@ -130,26 +124,26 @@ def _spread(question: _AssignmentKey, speeds: Sequence[float], nearest: Sequence
     weights = stage.mean(axis=0)
     weights = weights / weights.max()
     # A stage has weight / sum of the model; of equal ones each has 1 / pipeline, and takes 1 at speed 1.
-    pace = (pipeline * weights / weights.sum() / stage).max(axis=1)  # of each replica, for one piece
+    unit_seconds = (pipeline * weights / weights.sum() / stage).max(axis=1)  # of each replica, for one unit of work
     if question.even:
-        counts = (-(-question.pieces // data),) * data
+        counts = (-(-question.work_units // data),) * data
     else:
-        counts = assigned_counts(question.pieces, tuple(1.0 / pace))
-    busy = max(count * each for count, each in zip(counts, pace, strict=True)) / -(-question.pieces // data)
+        counts = assigned_counts(question.work_units, tuple(1.0 / unit_seconds))
+    busy = max(count * each for count, each in zip(counts, unit_seconds, strict=True)) / -(-question.work_units // data)
     largest = pipeline * weights.max() / weights.sum()
     rounded = tuple(float(f"{weight:.{SPEED_DIGITS}g}") for weight in weights)
     return UnequalAssignment(counts=counts, weights=rounded, busy=float(busy), largest=float(largest))
 
 
-def assigned_counts(pieces: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """So many to each, at least one."""
-    if pieces <= MAX_LANES:
-        return tuple(stop - start for start, stop in assign_lanes(pieces, [float(speed) for speed in speeds]))
-    # One for each, and every other one to who is done first with one more: the slowest is as fast as can be.
+def assigned_counts(work_units: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Units of work of each replica, at least one."""
+    if work_units <= MAX_LANES:
+        return tuple(stop - start for start, stop in assign_lanes(work_units, [float(speed) for speed in speeds]))
+    # One for each; others go to the replica that would finish them first: the slowest is as fast as possible.
     counts = [1] * len(speeds)
     heap = [(2 / speed, at) for at, speed in enumerate(speeds)]
     heapify(heap)
-    for _ in range(pieces - len(speeds)):
+    for _ in range(work_units - len(speeds)):
         at = heap[0][1]
         counts[at] += 1
         heapreplace(heap, ((counts[at] + 1) / speeds[at], at))

@@ -1,4 +1,4 @@
-"""Scaling curves: throughput over the number of devices, and the laws that fit it. Pure."""
+"""Scaling curves: throughput by number of devices, and the laws that fit it. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from shoal.report.scaling_laws import usl_speedup
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
     hosts: int
-    devices: int  # that are there; the plan may use fewer
+    devices: int  # of the hosts; the plan may use fewer
     candidate: Candidate
     speedup: float  # over the first point
-    efficiency: float  # speed-up over how many times as many devices there are
+    efficiency: float  # speed-up over the ratio of devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingFits:
-    """What each law makes of it. Numbers of devices are counted in those of the first point."""
+    """Parameters of each law. Numbers of devices are relative to the first point."""
 
     amdahl: float  # parallel part
     gustafson: float
@@ -28,7 +28,7 @@ class ScalingFits:
     coherence: float  # USL's κ
 
     def speedups(self, times: float) -> dict[str, float]:
-        """By law, with so many times the devices of the first point."""
+        """Speed-up by law, with `times` the devices of the first point."""
         return {
             "Amdahl": 1.0 / ((1.0 - self.amdahl) + self.amdahl / times),
             "Gustafson": (1.0 - self.gustafson) + self.gustafson * times,
@@ -39,15 +39,15 @@ class ScalingFits:
 @dataclass(frozen=True, kw_only=True)
 class ScalingCurve:
     points: tuple[ScalingPoint, ...]
-    fits: ScalingFits | None  # None: one point tells nothing
-    missing: tuple[tuple[int, str], ...] = ()  # hosts on which no plan fits, and why
-    weak: bool = False  # the batch grew with the devices
+    fits: ScalingFits | None  # None: only one point
+    missing: tuple[tuple[int, str], ...] = ()  # numbers of hosts on which no plan fits, and why
+    weak: bool = False  # the batch grows with the devices
 
 
 def scaling_curve(
     rank: Callable[[Cluster, int], PlanRanking], clusters: Sequence[tuple[int, Cluster]], *, weak: bool = False
 ) -> ScalingCurve:
-    """`rank` searches a cluster; its second argument is how many times the hosts of the first one it has."""
+    """`rank` searches a cluster; its second argument is the factor for the batch."""
     found: list[tuple[int, int, Candidate]] = []
     missing: list[tuple[int, str]] = []
     least = min(hosts for hosts, _ in clusters)
@@ -62,26 +62,18 @@ def scaling_curve(
         raise PlanError(f"no plan fits on any of {len(clusters)} numbers of hosts: {missing[-1][1]}", fix="more hosts")
     first_devices, first_rate = found[0][1], found[0][2].rate
     points = tuple(
-        ScalingPoint(
-            hosts=hosts,
-            devices=devices,
-            candidate=best,
-            speedup=best.rate / first_rate,
-            efficiency=best.rate / first_rate * first_devices / devices,
-        )
+        ScalingPoint(hosts=hosts, devices=devices, candidate=best, speedup=best.rate / first_rate,
+                     efficiency=best.rate / first_rate * first_devices / devices)
         for hosts, devices, best in found
-    )
+    )  # fmt: skip
     pairs = [(point.devices / first_devices, point.speedup) for point in points]
     return ScalingCurve(
         points=points, fits=fit_laws(pairs) if len(points) > 1 else None, missing=tuple(missing), weak=weak
     )
 
 
-# -- laws ---------------------------------------------------------------------------------------------------------
-
-
 def fit_laws(pairs: Sequence[tuple[float, float]]) -> ScalingFits:
-    """Least squares, each in the form in which the law is linear: (times as many devices, speed-up) from (1, 1) on."""
+    """Fits (relative devices, speed-up) by least squares, each law in the form in which it is linear."""
     more = [(n, s) for n, s in pairs if n > 1]
     if not more:
         raise ValueError("a law is fitted to more than one number of devices")
@@ -98,7 +90,7 @@ def fit_amdahl(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def fit_gustafson(pairs: Sequence[tuple[float, float]]) -> float:
-    """S - 1 = p (n - 1); errors are relative to n, so that the last point does not decide alone."""
+    """S - 1 = p (n - 1); errors are relative to n, else the last point decides alone."""
     top = sum((s - 1) * (n - 1) / n**2 for n, s in pairs)
     return min(1.0, max(0.0, top / sum((n - 1) ** 2 / n**2 for n, _ in pairs)))
 
@@ -108,8 +100,12 @@ def fit_usl(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     rows = [((n - 1) / n, n - 1, (n / s - 1) / n) for n, s in pairs]
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     ay, by = (sum(r[i] * r[2] for r in rows) for i in (0, 1))
-    whole = aa * bb - ab * ab
-    both = ((ay * bb - by * ab) / whole, (by * aa - ay * ab) / whole) if whole > 1e-12 * aa * bb else (-1.0, -1.0)
+    determinant = aa * bb - ab * ab
+    both = (
+        ((ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant)
+        if determinant > 1e-12 * aa * bb
+        else (-1.0, -1.0)
+    )
     if both[0] >= 0 and both[1] >= 0:
         return both
     choices = [(max(0.0, ay / aa), 0.0), (0.0, max(0.0, by / bb))]

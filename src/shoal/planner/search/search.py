@@ -1,11 +1,11 @@
-"""The best ways to spread a job over a cluster: everything is predicted, what fits is kept, the fastest comes first.
+"""Ranks every way to spread a job over a cluster by predicted time.
 
-A ranking has three parts: what fits, best first; what fits but is another training (servers that do not wait), which is
-set aside; and what does not fit, with the part of its memory that is largest. The same question gets the same answer.
+A ranking has three parts: candidates that fit, best first; candidates that fit but change the training (servers that
+do not wait), which are set aside; and candidates that do not fit, with the largest part of their memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -30,32 +30,31 @@ from shoal.planner.search.candidates import (
     runnable,
     simplicity,
     space_of,
-    without_inexact,
 )
 from shoal.planner.search.heterogeneous import UnequalAssignment, device_kinds, predict_unequal, uniform_cluster
 
 OBJECTIVES = ("time", "cost")
-TIE_DIGITS = 9  # seconds that are equal to so many are equal
+TIE_DIGITS = 9  # seconds that agree to this many digits are equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to do it, with what it was predicted to take."""
+    """A setup with its prediction."""
 
     setup: Setup
     seconds: float  # of a step
-    terms: Mapping[str, float]  # they add up to it
+    terms: Mapping[str, float]  # their sum is the step
     peak: float  # bytes of the worker that needs most
-    binds: str  # of HOLDS: the largest part of that
+    binds: str  # of MEMORY_PARTS: the largest part of that
     binds_bytes: float
-    memory: float  # that a worker has
+    memory: float  # bytes of a worker
     mark: str  # of MARKS
     runnable: bool  # by this runtime
     hosts: int  # in use
-    hourly: float | None = None  # price of those
+    hourly: float | None = None  # price of those hosts
     currency: str = ""
-    shares: str | None = None  # of the lanes (a shape: microbatches), where devices are unequal
-    stages: tuple[float, ...] = ()  # weights of a pipeline's, where devices are unequal
+    shares: str | None = None  # of the lanes (of a shape: microbatches), where devices are unequal
+    stages: tuple[float, ...] = ()  # weights of the pipeline's stages, where devices are unequal
 
     @property
     def rate(self) -> float:
@@ -64,7 +63,7 @@ class Candidate:
 
     @property
     def cost(self) -> float | None:
-        """Of a step."""
+        """Price of a step."""
         return None if self.hourly is None else self.hourly * self.seconds / 3600
 
     @property
@@ -79,11 +78,11 @@ class PlanRanking:
     space: SearchSpace
     setups: SetupTable
     predictions: PredictionTable
-    spreads: Sequence[UnequalAssignment]  # of unequal devices; none: all alike
+    assignments: Sequence[UnequalAssignment]  # by setup, for unequal devices; empty: all devices are equal
     runtime: Runtime | None
-    memory: float  # bytes of a device that are ours
+    memory: float  # bytes of a device that a worker may use
     order: np.ndarray  # rows that fit, best first
-    inexact: np.ndarray  # rows that fit and are another training, best first
+    inexact: np.ndarray  # rows that fit and change the training, best first
     rejected: np.ndarray  # rows that do not fit, fastest first
 
     @property
@@ -96,7 +95,7 @@ class PlanRanking:
     def candidate(self, row: int) -> Candidate:
         setup, found = self.setups[row], self.predictions
         hosts, hourly, currency = _price(self.cluster, setup.devices)
-        spread = self.spreads[row] if self.spreads else None
+        assigned = self.assignments[row] if self.assignments else None
         return Candidate(
             setup=setup,
             seconds=float(found.seconds[row]),
@@ -110,18 +109,18 @@ class PlanRanking:
             hosts=hosts,
             hourly=hourly,
             currency=currency,
-            shares=None if spread is None else spread.shares,
-            stages=() if spread is None else spread.stages,
+            shares=None if assigned is None else assigned.shares,
+            stages=() if assigned is None else assigned.stages,
         )
 
     def full_prediction(self, candidate: Candidate) -> Prediction:
-        """With its stages, as far as one kind of device tells: the slowest."""
+        """The prediction with its stages; of unequal devices the slowest counts."""
         slowest = min(device_kinds(self.cluster), key=lambda kind: kind.peak_of(self.work.dtype))
-        alike = self.cluster if not self.spreads else uniform_cluster(self.cluster, slowest)
+        alike = self.cluster if not self.assignments else uniform_cluster(self.cluster, slowest)
         return predict(self.work, candidate.setup, alike, self.runtime)
 
     def data_parallel(self) -> Candidate | None:
-        """Plain data parallel on as many devices as the best, whether it fits or not."""
+        """Plain data parallelism on as many devices as the best, whether it fits or not."""
         columns = self.setups.columns
         same = (columns["data"] == self.best.setup.devices) & (columns["zero"] == 0)
         same &= self.setups.is_word("recompute", "none") & self.setups.is_word("exchange", "collectives")
@@ -132,7 +131,7 @@ class PlanRanking:
         return self.candidate(int(fitting[0] if fitting else rows[np.argmin(self.predictions.seconds[rows])]))
 
     def rejections(self) -> dict[str, tuple[int, Candidate]]:
-        """By the part of memory that binds: how many, and the fastest of them. Most first."""
+        """By the part of memory that binds: their number, and the fastest of them. Most first."""
         found: dict[str, tuple[int, Candidate]] = {}
         binds = self.predictions.binds[self.rejected]
         for number in sorted(set(map(int, binds)), key=lambda each: (-int((binds == each).sum()), each)):
@@ -158,21 +157,20 @@ def search(
     runtime: Runtime | None = None,
     inexact: bool = False,
 ) -> PlanRanking:
-    """Ranks by predicted time. `memory`: bytes that a worker may use; `inexact`: servers that do not wait are ranked,
-    too."""
+    """Ranks by predicted time. `memory`: bytes that a worker may use; `inexact`: also ranks servers that never wait."""
     space = space_of(work, cluster) if space is None else space
     setups = candidates(space)
     if not len(setups):
         raise _nothing(space)
-    alike = device_kinds(cluster)
-    spreads: Sequence[UnequalAssignment] = ()
-    if len(alike) == 1:
+    kinds = device_kinds(cluster)
+    assignments: Sequence[UnequalAssignment] = ()
+    if len(kinds) == 1:
         predictions = predict_many(work, setups, cluster, runtime)
     else:
-        predictions, spreads = predict_unequal(work, setups, cluster, runtime)
-    limit = float(min(device.memory - device.reserved for device in alike)) if memory is None else float(memory)
+        predictions, assignments = predict_unequal(work, setups, cluster, runtime)
+    limit = float(min(device.memory - device.reserved for device in kinds)) if memory is None else float(memory)
     rows = _sorted(setups, predictions.seconds)
-    rows = rows[np.isfinite(predictions.seconds[rows])]  # more stages than blocks is no way to do it
+    rows = rows[np.isfinite(predictions.seconds[rows])]  # infinite: more stages than blocks
     if not len(rows):
         raise _nothing(space)
     fits = predictions.peak[rows] <= limit
@@ -183,7 +181,7 @@ def search(
         space=space,
         setups=setups,
         predictions=predictions,
-        spreads=spreads,
+        assignments=assignments,
         runtime=runtime,
         memory=limit,
         order=rows[fits & (~other | inexact)],
@@ -196,16 +194,13 @@ def search(
 
 
 def _sorted(setups: SetupTable, seconds: np.ndarray) -> np.ndarray:
-    """By time; what takes the same time by how simple it is."""
+    """Row numbers by time; rows of equal time by simplicity."""
     scale = 10.0 ** (TIE_DIGITS - 1 - np.floor(np.log10(np.maximum(seconds, 1e-30))))
     return np.lexsort([*reversed(simplicity(setups)), np.round(seconds * scale) / scale])
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
-
-
 def _nothing(space: SearchSpace) -> PlanError:
-    """No way to cut it at all: what would have to divide what."""
+    """Explains why no setup divides the work among the devices."""
     devices = " or ".join(map(str, space.devices[-3:]))
     if space.lanes is not None:
         return PlanError(
@@ -221,7 +216,7 @@ def _nothing(space: SearchSpace) -> PlanError:
 
 
 def _none_fits(ranking: PlanRanking) -> PlanError:
-    """The least that would do, and what binds."""
+    """Names the candidate that needs least memory, and the part that binds."""
     least = ranking.candidate(int(np.argmin(ranking.predictions.peak)))
     stage, part = ranking.full_prediction(least).binds
     return PlanError(
@@ -247,7 +242,7 @@ def memory_share_text(part: float, memory: float) -> str:
 
 
 def describe(candidate: Candidate) -> str:
-    """A layout that can be pasted, and what else is chosen, in words."""
+    """A layout that can be pasted, and the other choices in words."""
     setup = candidate.setup
     words = [f"--servers {setup.servers} --sync {setup.sync}" if setup.exchange == "servers" else ""]
     words += [f"{setup.schedule}" + (f" of {setup.chunks} chunks" if setup.chunks > 1 else "")] * (setup.pipeline > 1)
@@ -257,11 +252,8 @@ def describe(candidate: Candidate) -> str:
     return f"{setup} ({', '.join(word for word in words if word)})"
 
 
-# -- money and time ---------------------------------------------------------------------------------------------------
-
-
 def _price(cluster: Cluster, devices: int) -> tuple[int, float | None, str]:
-    """Hosts that so many devices need, in order, and what those cost an hour, whole."""
+    """The hosts that this number of devices needs, in order, and their price an hour."""
     hosts, hourly, currency = 0, 0.0, ""
     known = True
     for host in cluster.hosts:
@@ -276,98 +268,13 @@ def _price(cluster: Cluster, devices: int) -> tuple[int, float | None, str]:
     return hosts, hourly if known else None, currency
 
 
-def first_hosts(cluster: Cluster, count: int) -> Cluster:
-    """The same cluster with its first hosts alone."""
-    if not 1 <= count <= len(cluster.hosts):
-        raise PlanError(f"{count} hosts of a cluster that has {len(cluster.hosts)}", fix=f"1 to {len(cluster.hosts)}")
-    racks, left = [], count
-    for rack in cluster.racks:
-        if left > 0:
-            racks.append(replace(rack, hosts=rack.hosts[:left]))
-            left -= len(rack.hosts)
-    return replace(cluster, racks=tuple(racks))
-
-
-def host_counts(hosts: int) -> tuple[int, ...]:
-    """1, 2, 4, … and all of them."""
-    return tuple(sorted({hosts, *(1 << n for n in range(hosts.bit_length()) if 1 << n <= hosts)}))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheapestPlans:
-    """The cheapest that finish in time, cheapest first, and the rankings that they are from."""
-
-    chosen: tuple[tuple[Candidate, PlanRanking], ...]
-    looked_at: int
-    steps: int | None
-    deadline: float | None  # seconds
-
-
-def cheapest_plans(
-    rank: Callable[[Cluster], PlanRanking],
-    cluster: Cluster,
-    *,
-    steps: int | None = None,
-    deadline: float | None = None,
-    each: int = 5,
-) -> CheapestPlans:
-    """The cheapest plan, of the whole cluster or of its first 1, 2, 4, … hosts. `rank` searches one of them."""
-    unpriced = [device.name for device in device_kinds(cluster) if device.price is None]
-    if unpriced:
-        raise PlanError(
-            f"the cluster has no price for {', '.join(unpriced)}: what is cheap cannot be said",
-            fix=f'[devices.{unpriced[0]}] price = "2.5 USD/h" in a cluster file, or --objective time',
-        )
-    if deadline is not None and steps is None:
-        raise PlanError("a deadline without a number of steps", fix="--steps 100000")
-    rankings, refused = _rankings(rank, cluster)
-    if not rankings:
-        raise refused[-1]
-    found = [(candidate, ranking) for ranking in rankings for candidate in ranking.top(each)]
-    fastest = min(found, key=lambda pair: pair[0].seconds)[0]
-    if deadline is not None and steps is not None:
-        found = [pair for pair in found if pair[0].seconds * steps <= deadline]
-        if not found:
-            raise PlanError(
-                f"no plan does {steps:,} steps in {duration_text(deadline)}: the fastest takes"
-                f" {duration_text(fastest.seconds * steps)},"
-                f" on {fastest.hosts} of {len(cluster.hosts)} hosts with --layout {describe(fastest)}",
-                fix=f"--deadline {duration_text(fastest.seconds * steps * 1.02).replace(' ', '')},"
-                " more hosts, or fewer steps",
-            )
-    found.sort(key=lambda pair: (pair[0].cost or 0.0, pair[0].seconds, pair[0].hosts))
-    looked = sum(len(ranking.setups) for ranking in rankings)
-    return CheapestPlans(chosen=tuple(found), looked_at=looked, steps=steps, deadline=deadline)
-
-
-def _rankings(rank: Callable[[Cluster], PlanRanking], cluster: Cluster) -> tuple[list[PlanRanking], list[PlanError]]:
-    found, refused = [], []
-    for count in host_counts(len(cluster.hosts)):
-        try:
-            found.append(rank(first_hosts(cluster, count)))
-        except PlanError as error:  # too little memory on so few, or nothing that divides
-            refused.append(error)
-    return found, refused
-
-
-def duration_text(seconds: float) -> str:
-    """3.2 d, 5.1 h, 12 min or 40 s."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-# -- as a plan --------------------------------------------------------------------------------------------------------
-
-
 def candidate_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
-    """What `shoal train --plan` replays."""
+    """The plan that `shoal train --plan` replays."""
     setup = candidate.setup
     if setup.lanes is None:
-        raise PlanError("a shape has no lanes that a plan could deal", fix="shoal plan FILE: a job has")
+        raise PlanError("a plan assigns lanes, but a shape has none", fix="shoal plan FILE, with a job")
     if not candidate.runnable:
-        raise PlanError(f"this runtime cannot run {describe(candidate)}", fix="one that the table does not mark")
+        raise PlanError(f"this runtime cannot run {describe(candidate)}", fix="a plan that the table does not mark")
     layout = ParallelLayout(data=setup.data, pipeline=setup.pipeline, tensor=setup.tensor, zero=setup.zero)
     plan = make_plan(
         lanes=setup.lanes,
@@ -382,25 +289,3 @@ def candidate_to_plan(candidate: Candidate, *, threads: int = 1) -> Plan:
         stages=candidate.stages,
     )
     return plan if setup.exchange != "servers" else structs.replace(plan, servers=setup.servers, sync=setup.sync)
-
-
-def best_exact_plan(
-    work: Workload,
-    cluster: Cluster,
-    *,
-    workers: int | None = None,
-    memory: float | None = None,
-    threads: int = 1,
-    runtime: Runtime | None = None,
-    refuses: Callable[[Plan], bool] = lambda plan: False,
-) -> tuple[Plan, Candidate, PlanRanking]:
-    """The fastest that gives the same bits, and that the runtime has. `refuses`: what else speaks against a plan."""
-    space = without_inexact(space_of(work, cluster, workers=workers))
-    ranking = search(work, cluster, space=space, memory=memory, runtime=runtime)
-    for row in ranking.order:
-        candidate = ranking.candidate(int(row))
-        if candidate.runnable:
-            plan = candidate_to_plan(candidate, threads=threads)
-            if not refuses(plan):
-                return plan, candidate, ranking
-    raise PlanError(f"none of {len(ranking.order):,} plans can be run", fix="--layout data=1")

@@ -1,1 +1,1 @@
-"""A virtual clock that plays a plan on a cluster: pipelines, shared links, servers, stragglers, failures. Pure."""
+"""Simulates a step, servers, failures and time to accuracy on a virtual clock."""

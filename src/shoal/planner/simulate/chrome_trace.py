@@ -1,7 +1,6 @@
-"""A step as a timeline: rows of slices, and the same in Chrome's trace form, which Perfetto (ui.perfetto.dev) opens.
+"""A step as a timeline, and the same in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens.
 
-A row is what one stage does in one respect: compute, what it sends, what it receives. Slices of a row are in order and
-do not overlap.
+A row is one activity of one stage: compute, send or receive. Slices of a row are in order and do not overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ class TimelineRow:
 
 
 def timeline(step: SimulatedStep) -> tuple[TimelineRow, ...]:
-    """Of the replica that took longest."""
+    """The rows of the slowest replica."""
     rows = []
     ranks = {device: rank for rank, device in enumerate(step.devices)}
     end = step.pipeline + step.terms["data"]
@@ -51,25 +50,25 @@ def timeline(step: SimulatedStep) -> tuple[TimelineRow, ...]:
             slices.append(TimelineSlice(end, end + step.terms["optimizer"], "O", KINDS["O"]))
         rows.append(TimelineRow(stage=rank, activity="compute", slices=tuple(slices)))
         device = step.devices[rank]
-        for what in ("send", "receive"):
+        for activity in ("send", "receive"):
             found = [
-                TimelineSlice(each.start, each.end, "M", _name(each, what, ranks), each.num_bytes)
+                TimelineSlice(each.start, each.end, "M", _name(each, activity, ranks), each.num_bytes)
                 for each in sorted(step.messages, key=lambda each: (each.start, each.end))
-                if (each.source if what == "send" else each.to) == device
+                if (each.source if activity == "send" else each.to) == device
             ]
             if found:
-                rows.append(TimelineRow(stage=rank, activity=what, slices=tuple(found)))
+                rows.append(TimelineRow(stage=rank, activity=activity, slices=tuple(found)))
     return tuple(rows)
 
 
-def _name(message: DeliveredMessage, what: str, ranks: Mapping[int, int]) -> str:
-    rank = ranks.get(message.to if what == "send" else message.source)
+def _name(message: DeliveredMessage, activity: str, ranks: Mapping[int, int]) -> str:
+    rank = ranks.get(message.to if activity == "send" else message.source)
     where = "another replica" if rank is None else f"stage {rank}"
-    return f"{message.name} {'to' if what == 'send' else 'from'} {where}"
+    return f"{message.name} {'to' if activity == 'send' else 'from'} {where}"
 
 
 def chrome_trace(rows: Sequence[TimelineRow], name: str, **more: Any) -> dict[str, Any]:
-    """The form that Chrome and Perfetto read: complete events ("X"), times in microseconds."""
+    """The format of Chrome and Perfetto: complete events ("X"), times in microseconds."""
     events: list[dict[str, Any]] = []
     for stage in dict.fromkeys(row.stage for row in rows):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": f"stage {stage}"}})
@@ -81,9 +80,6 @@ def chrome_trace(rows: Sequence[TimelineRow], name: str, **more: Any) -> dict[st
         for each in row.slices:
             start, end = round(each.start * 1e6, 3), round(each.end * 1e6, 3)
             args = {"bytes": each.num_bytes} if each.kind == "M" else {}
-            events.append(
-                {"ph": "X", "name": each.name, "cat": KINDS[each.kind], "ts": start, "dur": round(end - start, 3)}
-                | about
-                | {"args": args}
-            )
+            events.append({"ph": "X", "name": each.name, "cat": KINDS[each.kind], "ts": start,
+                           "dur": round(end - start, 3), **about, "args": args})  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": name, **more}}

@@ -1,16 +1,16 @@
-"""The virtual clock: events in the order of their time, and messages over links that are shared.
+"""The virtual clock: events in the order of their time, and messages over shared links.
 
 A message of l bytes costs α + β·l: α seconds of latency, then its bytes at the speed that its links give it.
 
     device 0 ─out─┐                     ┌─in─ device 2      a device sends one message and receives one at a time; both
-                  ├─ host link ═══ … ═══┤                   at once is fine (full duplex). What has to wait goes by its
-    device 1 ─out─┘                     └─in─ device 3      turn, then in the order of asking, past those whose other
-                                                            end is busy
+                  ├─ host link ═══ … ═══┤                   at once is fine (full duplex). Waiting messages go by their
+    device 1 ─out─┘                     └─in─ device 3      priority, then in the order of sending, past those whose
+                                                            other end is busy
 
-Shared links are shared fairly (max-min): the fullest link divides what it has evenly among its messages, what those
-leave unused elsewhere goes to the others. Speeds change only when a message begins or ends, so between two such moments
-nothing needs to be played. One message may stand for many equal ones (`Wire.times`): a stage's slices all send at the
-same moment, and whatever they share is divided among all of them.
+Links are shared fairly (max-min): the fullest link divides its bandwidth evenly among its messages, and what they leave
+unused elsewhere goes to the others. Speeds change only when a message begins or ends, so nothing happens in between.
+One message may stand for many equal ones (`SimulatedLink.times`): the slices of a stage all send at the same moment,
+and divide what they share.
 """
 
 import heapq
@@ -24,7 +24,7 @@ Call = Callable[[], None]
 
 
 class SimulatedClock:
-    """Calls what is due, in the order of time and then of asking."""
+    """Calls what is due, in the order of time and then of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,21 +48,19 @@ class SimulatedLink(NamedTuple):
     name: str
     tier: str
     capacity: float  # bytes a second
-    times: int = 1  # equal messages that cross it at the same moment as the one that is played
+    times: int = 1  # equal messages that cross it together with the simulated one
 
 
 class LinkPath(NamedTuple):
-    """How a message gets from one device to another."""
+    """The path of a message from one device to another."""
 
     tier: str
     latency: float  # α
-    speed: float  # the most that the devices themselves can do: 1/β of a message that is alone
+    speed: float  # the most that the devices can reach: 1/β of a message that is alone
     links: tuple[SimulatedLink, ...] = ()
 
 
 class DeliveredMessage(NamedTuple):
-    """A message that has arrived."""
-
     name: str
     source: int
     to: int
@@ -82,28 +80,26 @@ class _SimulatedMessage:
     path: LinkPath
     requested: float
     on_arrival: Call | None
-    order: tuple[int, int]  # its turn, and when it was asked for
+    order: tuple[int, int]  # priority, and sequence number
     start: float = 0.0
     remaining: float = 0.0  # bytes
     speed: float = 0.0
-    since: float = 0.0  # when `left` was true
+    since: float = 0.0  # when `remaining` was updated
     version: int = 0  # of its planned end
     ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _LinkState:
-    """A wire at work."""
-
     link: SimulatedLink
-    messages: dict[_SimulatedMessage, int] = field(default_factory=dict)  # in order of their beginning
+    messages: dict[_SimulatedMessage, int] = field(default_factory=dict)  # in the order of their start -> times
     num_bytes: float = 0.0
     busy: float = 0.0
     since: float = 0.0
 
 
 class LinkLoad(NamedTuple):
-    """What a wire had to carry."""
+    """The traffic of a link."""
 
     link: SimulatedLink
     num_bytes: float
@@ -116,17 +112,17 @@ class SimulatedNetwork:
         self.sent: list[DeliveredMessage] = []
         self._sending: dict[int, dict[_SimulatedMessage, None]] = {}  # by device: what waits to leave
         self._receiving: dict[int, dict[_SimulatedMessage, None]] = {}
-        self._startable: list[_SimulatedMessage] = []  # whose ends may be free
+        self._startable: list[_SimulatedMessage] = []  # their ends may be free
         self._sequence = 0
         self._out: set[int] = set()  # devices that send
         self._in: set[int] = set()
         self._links: dict[str, _LinkState] = {}
         self._changed: dict[_SimulatedMessage, None] = {}
-        self._settling = False
+        self._recompute_due = False
 
     @property
     def loads(self) -> list[LinkLoad]:
-        return [LinkLoad(line.link, line.num_bytes, line.busy) for line in self._links.values()]
+        return [LinkLoad(state.link, state.num_bytes, state.busy) for state in self._links.values()]
 
     def send(
         self,
@@ -138,7 +134,7 @@ class SimulatedNetwork:
         name: str = "",
         priority: int = 0,
     ) -> None:
-        """Asks for a message; `then` is called when it has arrived. The sender goes on at once."""
+        """Queues a message and returns at once; calls `on_arrival` when it has arrived."""
         self._sequence += 1
         message = _SimulatedMessage(
             name, source, to, num_bytes, path, self.clock.now, on_arrival, (priority, self._sequence)
@@ -147,10 +143,8 @@ class SimulatedNetwork:
         self._receiving.setdefault(to, {})[message] = None
         self._queue_start(message)
 
-    # -- ends of the way: one message each ----------------------------------------------------------------------------
-
     def _queue_start(self, message: _SimulatedMessage) -> None:
-        """Who begins is decided once all that happens at this moment has happened."""
+        """Defers the choice of messages to start until all events of this moment have run."""
         if not self._startable:
             self.clock.call_at(self.clock.now, self._begin_all)
         self._startable.append(message)
@@ -179,26 +173,17 @@ class SimulatedNetwork:
 
     def _end(self, message: _SimulatedMessage) -> None:
         message.ended = True
-        self.sent.append(
-            DeliveredMessage(
-                message.name,
-                message.source,
-                message.to,
-                message.num_bytes,
-                message.requested,
-                message.start,
-                self.clock.now,
-                message.path,
-            )
-        )
+        sent = DeliveredMessage(
+            message.name, message.source, message.to, message.num_bytes, message.requested, message.start,
+            self.clock.now, message.path,
+        )  # fmt: skip
+        self.sent.append(sent)
         self._out.discard(message.source)
         self._in.discard(message.to)
         if self._sending[message.source] or self._receiving[message.to]:
             self._queue_start(message)
         if message.on_arrival is not None:
             message.on_arrival()
-
-    # -- the way itself: shares of links ------------------------------------------------------------------------------
 
     def _flow(self, message: _SimulatedMessage) -> None:
         now = self.clock.now
@@ -207,25 +192,25 @@ class SimulatedNetwork:
             seconds = message.num_bytes / message.path.speed if message.num_bytes > 0 else 0.0
             self.clock.call_at(now + seconds, lambda: self._end(message))
             return
-        for wire in message.path.links:
-            line = self._links.get(wire.name)
-            if line is None:
-                line = self._links[wire.name] = _LinkState(wire)
-            if not line.messages:
-                line.since = now
-            line.messages[message] = wire.times
-            line.num_bytes += wire.times * message.num_bytes
+        for link in message.path.links:
+            state = self._links.get(link.name)
+            if state is None:
+                state = self._links[link.name] = _LinkState(link)
+            if not state.messages:
+                state.since = now
+            state.messages[message] = link.times
+            state.num_bytes += link.times * message.num_bytes
         self._mark_changed(message)
 
     def _mark_changed(self, message: _SimulatedMessage) -> None:
-        """Speeds are worked out once all that happens at this moment has happened."""
+        """Defers new speeds until all events of this moment have run."""
         self._changed[message] = None
-        if not self._settling:
-            self._settling = True
-            self.clock.call_at(self.clock.now, self._settle)
+        if not self._recompute_due:
+            self._recompute_due = True
+            self.clock.call_at(self.clock.now, self._recompute_speeds)
 
-    def _settle(self) -> None:
-        self._settling = False
+    def _recompute_speeds(self) -> None:
+        self._recompute_due = False
         changed, self._changed = self._changed, {}
         for messages in self._sharing_links(changed):
             for message, speed in self._shares(messages).items():
@@ -243,17 +228,17 @@ class SimulatedNetwork:
     def _arrive(self, message: _SimulatedMessage, version: int) -> None:
         if version != message.version:
             return  # its speed has changed since
-        for wire in message.path.links:
-            line = self._links[wire.name]
-            del line.messages[message]
-            if not line.messages:
-                line.busy += self.clock.now - line.since
-            for other in line.messages:
+        for link in message.path.links:
+            state = self._links[link.name]
+            del state.messages[message]
+            if not state.messages:
+                state.busy += self.clock.now - state.since
+            for other in state.messages:
                 self._mark_changed(other)
         self._end(message)
 
     def _sharing_links(self, changed: dict[_SimulatedMessage, None]) -> list[list[_SimulatedMessage]]:
-        """Messages that share links with these, or with those that do, and so on."""
+        """Groups of messages that share links with these, directly or through others."""
         found: list[list[_SimulatedMessage]] = []
         seen: set[_SimulatedMessage] = set()
         for first in changed:
@@ -262,8 +247,8 @@ class SimulatedNetwork:
             seen.add(first)
             group = [first]
             for message in group:
-                for wire in message.path.links:
-                    for other in self._links[wire.name].messages:
+                for link in message.path.links:
+                    for other in self._links[link.name].messages:
                         if other not in seen:
                             seen.add(other)
                             group.append(other)
@@ -271,28 +256,28 @@ class SimulatedNetwork:
         return found
 
     def _shares(self, messages: list[_SimulatedMessage]) -> dict[_SimulatedMessage, float]:
-        """Max-min: the narrowest place divides what it has; what is left is divided among the others."""
+        """Max-min fair speeds: the narrowest link divides its bandwidth; the rest is divided among the others."""
         if len(messages) == 1:
             (message,) = messages
-            return {message: min([message.path.speed, *(wire.capacity / wire.times for wire in message.path.links)])}
-        lines = {wire.name: self._links[wire.name] for message in messages for wire in message.path.links}
-        room = {name: line.link.capacity for name, line in lines.items()}
-        crossing = {name: sum(line.messages.values()) for name, line in lines.items()}
+            return {message: min([message.path.speed, *(link.capacity / link.times for link in message.path.links)])}
+        states = {link.name: self._links[link.name] for message in messages for link in message.path.links}
+        room = {name: state.link.capacity for name, state in states.items()}
+        crossing = {name: sum(state.messages.values()) for name, state in states.items()}
         speeds: dict[_SimulatedMessage, float] = {}
         left = dict.fromkeys(messages)
         while left:
-            narrow = min((max(0.0, room[name]) / crossing[name] for name in lines if crossing[name]), default=math.inf)
+            narrow = min((max(0.0, room[name]) / crossing[name] for name in states if crossing[name]), default=math.inf)
             limit = min(narrow, *(message.path.speed for message in left))
             fixed = [
                 message
                 for message in left
                 if message.path.speed <= limit
-                or any(room[wire.name] / crossing[wire.name] <= limit * (1 + 1e-12) for wire in message.path.links)
+                or any(room[link.name] / crossing[link.name] <= limit * (1 + 1e-12) for link in message.path.links)
             ]
             for message in fixed:
                 speeds[message] = limit
                 del left[message]
-                for wire in message.path.links:
-                    room[wire.name] -= wire.times * limit
-                    crossing[wire.name] -= wire.times
+                for link in message.path.links:
+                    room[link.name] -= link.times * limit
+                    crossing[link.name] -= link.times
         return speeds

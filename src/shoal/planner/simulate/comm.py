@@ -1,19 +1,19 @@
-"""Collectives over links that are shared and oversubscribed: the runtime's own routes, or equal parts once.
+"""Simulates collectives over shared and oversubscribed links: the runtime's own routes, or one of many equal messages.
 
-Small groups play the trees of `collectives.routes`, hop by hop and chunk by chunk (`play_route`). In large ones every
-device does the same. Either tier by tier, as Shoal's hierarchical routes do (`collective`):
+Small groups follow the trees of `collectives.trees`, hop by hop and chunk by chunk (`simulate_route`). In large groups
+every device does the same: tier by tier, as Shoal's hierarchical routes do (`tiered_collective`):
 
     reduce-scatter inside a host, then between hosts of a rack, then all-reduce between racks, and back by all-gather
 
-    a round    every device sends 1/k of what it has to its like in the next of k parts, and receives as much
-    a phase    k − 1 equal rounds; or, of more than 64 parts, halving: log k rounds with half, a quarter, … of it
+    a round    every device sends 1/k of its data to its counterpart in the next of k groups, and receives as much
+    a phase    k − 1 equal rounds; or, of more than 64 groups, halving: log k rounds with half, a quarter, … of it
 
-So one message of one round is played, with everybody else's share of the links taken off, and counts k − 1 times.
-`play_whole` plays all messages of all devices instead; a test shows that both are the same to the last bit.
+So one message of one round is simulated, with the other devices' share of the links taken off, and counts k − 1 times.
+A test shows that simulating every message gives the same to the last bit.
 
-Or in rings through all hosts, as NCCL does (`rings`): as many rings as a group has devices on a host, each leaves it by
-another card. A ring has n − 1 rounds, and the slowest hop sets their pace; cards and what is inside a host work at the
-same time. Or in trees, where rings have too many rounds:
+Or in rings through all hosts, as in NCCL (`ring_or_tree`): as many rings as a group has devices on a host, each leaves
+it by another card. A ring has n − 1 rounds, and the slowest hop sets their speed; cards and the inside of a host work
+at the same time. Or in trees, where rings have too many rounds:
 
     ring   n − 1 rounds of 1/n
     tree   c + depth − 1 rounds of 1/c, with the best c; depth: a chain on each host and log2 of the hosts
@@ -34,11 +34,11 @@ from shoal.numerics.lanes import Span
 from shoal.planner.simulate.clock import DeliveredMessage, LinkPath, SimulatedClock, SimulatedNetwork
 from shoal.planner.simulate.network import LinkTopology
 
-MAX_RANKS = 16  # of a group whose every message is played
-MAX_IN_RING = 64  # parts; latency of more would be all that counts, and those who have as many use trees
-MAX_CHUNKS = 8  # of a piece: more changes little
+MAX_RANKS = 16  # of a group whose every message is simulated
+MAX_IN_RING = 64  # above, latency dominates a ring, and real systems use trees
+MAX_CHUNKS = 8  # of a slice: more chunks change little
 MAX_TREE_CHUNKS = 512
-SKEW = 2  # turns from one stage of a route to the next, as the runtime has it
+SKEW = 2  # priority steps from one stage of a route to the next, as in the runtime
 
 
 # -- the runtime's own routes -----------------------------------------------------------------------------------------
@@ -51,20 +51,18 @@ class MessageTrace:
 
 
 def places_of(topology: LinkTopology, devices: Sequence[int]) -> tuple[RankPlace, ...]:
-    """Where devices sit, as collectives have it."""
-    seats = [topology.location(device) for device in devices]
-    return tuple(RankPlace(host=f"h{seat.host}", rack=f"r{seat.rack}") for seat in seats)
+    """Hosts and racks of devices, as collectives describe them."""
+    locations = [topology.location(device) for device in devices]
+    return tuple(RankPlace(host=f"h{each.host}", rack=f"r{each.rack}") for each in locations)
 
 
 def links_of(topology: LinkTopology) -> dict[str, LinkSpeed]:
-    """Links as the runtime's cost model sees them: of a rank in memory, of a host, of a rack."""
+    """Links as the runtime's cost model describes them: memory of a rank, host, rack."""
     found: dict[str, LinkSpeed] = {}
     rack, host = topology.cluster.racks[0], topology.hosts[0]
     tiers = topology.tiers
-    if "inside" in tiers:
-        found["memory"] = LinkSpeed(
-            tiers["inside"].latency, tiers["inside"].single_bandwidth * tiers["inside"].efficiency
-        )
+    if inside := tiers.get("inside"):
+        found["memory"] = LinkSpeed(inside.latency, inside.single_bandwidth * inside.efficiency)
     if "host" in tiers:
         found["host"] = LinkSpeed(tiers["host"].latency, host.link.bytes_per_second * host.link.efficiency)
     if "rack" in tiers:
@@ -73,7 +71,7 @@ def links_of(topology: LinkTopology) -> dict[str, LinkSpeed]:
 
 
 def choose_route(topology: LinkTopology, devices: Sequence[int], num_bytes: int, **more: Any) -> AlgorithmChoice:
-    """What the runtime would choose for these devices."""
+    """The algorithm that the runtime would choose for these devices."""
     return choose_algorithm(places_of(topology, devices), links_of(topology), num_bytes, **more)
 
 
@@ -91,14 +89,14 @@ def simulate_route(
     chunks: int | None = None,
     element_bytes: int = 4,
 ) -> MessageTrace:
-    """Every message of a collective: up when all that it adds has come, down when the result has. Adding is free."""
-    lanes, dealt = complete_assignment(route.size, lanes, assignment)
+    """Every message of a collective: up when its summands have arrived, down when the result has. Adding is free."""
+    lanes, spans = complete_assignment(route.size, lanes, assignment)
     places = places_of(topology, devices)
     carried = hop_bytes(route, places, num_bytes, element_bytes, {})
     piece_bytes = -(-num_bytes // len(route.parents))
     if chunks is None:
         chunks = min(MAX_CHUNKS, max(1, -(-piece_bytes // chunk_size(piece_bytes, num_bytes))))
-    found = [hop for hop in message_hops(route, lanes, dealt, ordered, up, down) if carried(hop)]
+    found = [hop for hop in message_hops(route, lanes, spans, ordered, up, down) if carried(hop)]
     network = SimulatedNetwork(SimulatedClock())
     relays = [_RouteChunk(route, found, network, topology, devices) for _ in range(chunks)]
     for number, relay in enumerate(relays):
@@ -107,7 +105,7 @@ def simulate_route(
 
 
 class _RouteStop(NamedTuple):
-    """A rank that has to do with a piece, on the way up or down."""
+    """A rank on the route of a slice, up or down."""
 
     rank: int
     piece: int
@@ -115,7 +113,7 @@ class _RouteStop(NamedTuple):
 
 
 class _RouteChunk:
-    """One chunk of every piece on its way."""
+    """One chunk of every slice on its route."""
 
     def __init__(
         self,
@@ -127,10 +125,10 @@ class _RouteChunk:
     ) -> None:
         self.network, self.topology, self.devices = network, topology, devices
         self._leaving: dict[_RouteStop, list[MessageHop]] = {}
-        self._awaited: dict[_RouteStop, int] = {}  # messages that are still to come
-        # Everybody begins with its next neighbour, then the one after: nobody is asked by all at once.
+        self._awaited: dict[_RouteStop, int] = {}  # messages that have not arrived
+        # Each rank begins with its next neighbour, then the one after, so that no rank receives from all at once.
         for hop in sorted(found, key=lambda hop: (hop.stage, (hop.to - hop.source) % route.size)):
-            # A root turns round: what it sends down waits for what came up.
+            # A root turns round: it sends down when the sum has arrived.
             turns = hop.down and route.roots[hop.piece] == hop.source
             self._leaving.setdefault(_RouteStop(hop.source, hop.piece, hop.down and not turns), []).append(hop)
             there = _RouteStop(hop.to, hop.piece, hop.down)
@@ -146,11 +144,11 @@ class _RouteChunk:
         for hop in self._leaving.get(stop, ()):
             source, to = self.devices[hop.source], self.devices[hop.to]
             num_bytes = self._carried(hop) / hop.sums / self._chunks
-            then = partial(self._arrived, _RouteStop(hop.to, hop.piece, hop.down))
+            on_arrival = partial(self._arrived, _RouteStop(hop.to, hop.piece, hop.down))
             name = f"piece {hop.piece}" + (f".{self._number}" if self._chunks > 1 else "")
-            turn = self._number + SKEW * hop.stage  # as the runtime takes its turns (collectives/run_tree.py)
+            priority = self._number + SKEW * hop.stage  # as in the runtime (collectives/run_tree.py)
             for _ in range(hop.sums):
-                self.network.send(source, to, num_bytes, self.topology.path(source, to), then, name, turn)
+                self.network.send(source, to, num_bytes, self.topology.path(source, to), on_arrival, name, priority)
 
     def _arrived(self, stop: _RouteStop) -> None:
         self._awaited[stop] -= 1
@@ -158,41 +156,41 @@ class _RouteChunk:
             self._go(stop)
 
 
-# -- equal parts once -------------------------------------------------------------------------------------------------
+# -- one of many equal messages ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StridedGroup:
-    """`size` devices that stand `stride` apart; all others do the same in groups of their own."""
+    """`size` devices that are `stride` apart; all other devices do the same in groups of their own."""
 
     size: int
     stride: int = 1
 
 
 class CollectivePhase(NamedTuple):
-    """Equal rounds among `parts` on one tier: hosts of a rack, say."""
+    """Equal rounds among `parts` groups on one tier, such as the hosts of a rack."""
 
     tier: str
     parts: int
     rounds: int
     num_bytes: float  # of a message
-    distance: int  # devices from one who sends to the one who receives
-    pairwise: bool = False  # halving: the two of a pair send to each other; else everybody to the next, in a ring
+    distance: int  # devices from the sender to the receiver
+    pairwise: bool = False  # halving: the two of a pair send to each other; else each sends to the next, in a ring
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCollective:
-    """What a collective of equal parts takes."""
+    """The cost of a collective."""
 
     phases: tuple[tuple[CollectivePhase, float], ...]  # each with the seconds of one round
     buckets: int = 1
-    concurrent: bool = False  # all phases are one: their rounds go side by side, and the slowest sets the pace
+    concurrent: bool = False  # the phases run side by side, and the slowest counts
     name: str = "tier by tier"
 
     @property
     def seconds(self) -> float:
-        """In `buckets` equal ones the tiers work at the same time, each on another bucket: the longest counts, and the
-        way of one bucket through all."""
+        """With several buckets the tiers work at the same time, each on another bucket: the longest counts, and the
+        path of one bucket through all."""
         if self.concurrent:
             return max(phase.rounds * seconds for phase, seconds in self.phases)
         by_tier: dict[str, float] = {}
@@ -214,7 +212,7 @@ class SimulatedCollective:
 def collective_phases(
     topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2
 ) -> tuple[CollectivePhase, ...]:
-    """Passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, which go through the tiers once."""
+    """`passes`: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, which cross the tiers once."""
     _check(topology, group)
     found: list[CollectivePhase] = []
     reached = 1
@@ -223,7 +221,7 @@ def collective_phases(
         last = number == len(tiers) - 1
         members = group.size if last else max(reached, min(group.size, tier.size // group.stride))
         if members % reached:
-            members = group.size  # parts that are not equal: one ring for all that is left
+            members = group.size  # unequal groups: one ring for the rest
         parts = members // reached
         found += _tier_phases(tier.name, parts, num_bytes / reached, group.stride * reached)
         reached = members
@@ -235,7 +233,7 @@ def collective_phases(
 def _check(topology: LinkTopology, group: StridedGroup) -> None:
     if (group.size - 1) * group.stride >= topology.devices:
         raise PlanError(
-            f"a group of {group.size} devices, each {group.stride} apart, on a cluster of {topology.devices}",
+            f"a group of {group.size} devices, {group.stride} apart, on a cluster of {topology.devices}",
             fix="fewer workers, or more hosts",
         )
 
@@ -250,13 +248,13 @@ def _tier_phases(tier: str, parts: int, num_bytes: float, reach: int) -> list[Co
 def ring_or_tree(
     topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2
 ) -> SimulatedCollective:
-    """Rings or trees through all hosts: whichever is sooner."""
+    """Rings or trees through all hosts, whichever is faster."""
     loads, count, depth = _ring_loads(topology, group, num_bytes)
     if not loads:
         return SimulatedCollective(phases=())
     far = loads[-1]
-    way = _contended_path(topology, far.distance)
-    best = math.sqrt(max(0, depth - 1) * far.num_bytes / _speed(way) / way.latency) if way.latency > 0 else math.inf
+    path = _contended_path(topology, far.distance)
+    best = math.sqrt(max(0, depth - 1) * far.num_bytes / _speed(path) / path.latency) if path.latency > 0 else math.inf
     chunks = max(1, min(MAX_TREE_CHUNKS, round(best) if math.isfinite(best) else MAX_TREE_CHUNKS))
     found = []
     for name, rounds, parts in (("rings", count - 1, count - 1), ("trees", chunks + depth - 1, chunks)):
@@ -269,11 +267,11 @@ def ring_or_tree(
 def _ring_loads(
     topology: LinkTopology, group: StridedGroup, num_bytes: float
 ) -> tuple[list[CollectivePhase], int, int]:
-    """What a device sends on each tier while a ring goes round once, in one round; the group's size; a tree's depth."""
+    """Returns what a device sends on each tier in one ring, the group's size, and a tree's depth."""
     _check(topology, group)
     found: list[CollectivePhase] = []
     reached = 1
-    near = 1  # of the group on a host: so many rings
+    near = 1  # devices of the group on a host: the number of rings
     tiers = list(topology.tiers.values())
     for number, tier in enumerate(tiers):
         last = number == len(tiers) - 1
@@ -291,7 +289,7 @@ def _ring_loads(
 def tiered_collective(
     topology: LinkTopology, group: StridedGroup, num_bytes: float, *, passes: int = 2, buckets: int = 1
 ) -> SimulatedCollective:
-    """Equal parts once: one message of a round, among all that are under way with it."""
+    """Simulates one message of each round, while all other devices send theirs."""
     found = collective_phases(topology, group, num_bytes / buckets, passes)
     return SimulatedCollective(
         phases=tuple((phase, _round_seconds(topology, phase)) for phase in found), buckets=buckets
@@ -305,114 +303,28 @@ def _round_seconds(topology: LinkTopology, phase: CollectivePhase) -> float:
 
 
 def _contended_path(topology: LinkTopology, reach: int) -> LinkPath:
-    """From a device to one so far away, while all others send as far; of unequal hosts, from where it is slowest."""
+    """A path of this length while all other devices send as far; of unequal hosts, the slowest."""
     found = []
     for device in topology.first_of_kinds:
         to = device + reach if device + reach < topology.devices else device - reach
-        way = topology.path(device, to)
+        path = topology.path(device, to)
         found.append(
-            way._replace(links=tuple(wire._replace(times=_sharers(topology, wire.tier, device)) for wire in way.links))
+            path._replace(
+                links=tuple(link._replace(times=_sharers(topology, link.tier, device)) for link in path.links)
+            )
         )
     return min(found, key=_speed)
 
 
 def _speed(path: LinkPath) -> float:
-    return min([path.speed, *(wire.capacity / wire.times for wire in path.links)])
+    return min([path.speed, *(link.capacity / link.times for link in path.links)])
 
 
 def _sharers(topology: LinkTopology, tier: str, device: int) -> int:
-    """Devices that share a wire of this tier."""
-    seat = topology.location(device)
-    host = topology.hosts[seat.host]
+    """Devices that share a link of this tier."""
+    location = topology.location(device)
+    host = topology.hosts[location.host]
     sockets = host.interconnect.sockets if host.interconnect else 1
     if tier in ("inside", "socket"):
         return max(1, host.devices // sockets)
-    return host.devices if tier == "host" else sum(each.devices for each in topology.cluster.racks[seat.rack].hosts)
-
-
-def simulate_every_message(
-    topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2
-) -> MessageTrace:
-    """The same with every message of every device: for small clusters, and to see that once is enough."""
-    network = SimulatedNetwork(SimulatedClock())
-    devices = range(topology.devices)
-    todo = [phase for phase in collective_phases(topology, group, num_bytes, passes) for _ in range(phase.rounds)]
-    received = dict.fromkeys(devices, 0)
-    begun = dict.fromkeys(devices, 0)
-
-    def go(device: int) -> None:
-        """A round begins when the message of the one before has come, and the own one has left."""
-        number = begun[device]
-        if number >= len(todo) or received[device] < number:
-            return
-        begun[device] += 1
-        to = _next(device, todo[number])
-        network.send(device, to, todo[number].num_bytes, topology.path(device, to), partial(arrived, to))
-
-    def arrived(device: int) -> None:
-        received[device] += 1
-        go(device)
-
-    for device in devices:
-        go(device)
-    return MessageTrace(seconds=network.clock.run(), messages=tuple(network.sent))
-
-
-def _next(device: int, phase: CollectivePhase) -> int:
-    """Its like in the next part of its ring, or the other of its pair."""
-    if phase.pairwise:
-        return device + (phase.distance if device // phase.distance % 2 == 0 else -phase.distance)
-    ring = phase.distance * phase.parts
-    start = device // ring * ring
-    return start + (device - start + phase.distance) % ring
-
-
-def simulate_every_ring(topology: LinkTopology, group: StridedGroup, num_bytes: float, passes: int = 2) -> MessageTrace:
-    """Rings with every message of every device; a device has a port inside its host and one out of it."""
-    network = SimulatedNetwork(SimulatedClock())
-    host = topology.hosts[0].devices
-    near = max(1, min(group.size, host // group.stride))
-    each = num_bytes / near / group.size
-    rounds = passes * (group.size - 1)
-    for first in [start for start in range(topology.devices) if start // group.stride % group.size == 0]:
-        members = [first + number * group.stride for number in range(group.size)]
-        for ring in range(near):
-            _SimulatedRing(network, topology, _ring_order(members, near, ring), each, rounds).begin()
-    return MessageTrace(seconds=network.clock.run(), messages=tuple(network.sent))
-
-
-def _ring_order(members: Sequence[int], near: int, ring: int) -> list[int]:
-    """Host by host, so that the ring leaves each by another device than other rings do."""
-    order = []
-    for start in range(0, len(members), near):
-        on_host = members[start : start + near]
-        order += [on_host[(ring + 1 + number) % len(on_host)] for number in range(len(on_host))]
-    return order
-
-
-class _SimulatedRing:
-    def __init__(
-        self, network: SimulatedNetwork, topology: LinkTopology, order: Sequence[int], num_bytes: float, rounds: int
-    ) -> None:
-        self.network, self.topology, self.order, self.num_bytes, self.rounds = (
-            network,
-            topology,
-            order,
-            num_bytes,
-            rounds,
-        )
-
-    def begin(self) -> None:
-        for place in range(len(self.order)):
-            self._send(place, 0)
-
-    def _send(self, place: int, number: int) -> None:
-        """Its own piece in the first round, then what came in the one before."""
-        if number == self.rounds:
-            return
-        there = (place + 1) % len(self.order)
-        source, to = self.order[place], self.order[there]
-        way = self.topology.path(source, to)
-        outside = 0 if way.tier in ("inside", "socket") else self.topology.devices
-        then = partial(self._send, there, number + 1)
-        self.network.send(source + outside, to + outside, self.num_bytes, way, then, priority=number)
+    return host.devices if tier == "host" else sum(each.devices for each in topology.cluster.racks[location.rack].hosts)

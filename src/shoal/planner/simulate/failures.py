@@ -1,14 +1,14 @@
-"""Days of training with failures and checkpoints. Only the moments count at which something happens.
+"""Simulates days of training with failures and checkpoints, from event to event.
 
-    restart-all   what most do: everybody waits until the loss is noticed, all processes start again, load the newest
-                  checkpoint and repeat what came after it
-    redo          Shoal: the step that lost a worker is done again by those that are left, with fewer replicas until a
-                  replacement has taken over from a live holder of its part. Only where the last holder of a part is
-                  lost (no copies: data=1, or zero) it is a restart, too
+    restart-all   the usual policy: all workers wait until the loss is detected, all processes start again, load the
+                  newest checkpoint and repeat the steps after it
+    redo          Shoal: the remaining workers repeat the step that lost a worker, with fewer replicas until a
+                  replacement has received the state from a live holder. If the last holder of a model shard is lost
+                  (no copies: data=1, or zero), all restart
 
-    time = useful + saving + repeated + detection + restart + regrouping + fewer workers        (they add up; a test)
+    time = useful + saving + repeated + detection + restart + regrouping + fewer workers        (a test adds them up)
 
-A checkpoint costs `save` seconds of training every `interval`, and can be used `write` seconds later.
+A checkpoint costs `save` seconds of training every `interval`, and is usable `write` seconds later.
 """
 
 import math
@@ -25,14 +25,14 @@ CAUSES = ("saving", "repeated", "detection", "restart", "regrouping", "fewer wor
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRecovery:
-    """What is done about a failure, and what that takes in seconds."""
+    """A policy for failures, and its times in seconds."""
 
     name: str
     elastic: bool  # survivors go on
-    detect: float  # until the loss is known
+    detect: float  # until the loss is detected
     restart: float  # until all processes run again with the checkpoint's state
-    regroup: float = 0.0  # survivors: a new group, lanes dealt anew; and the same when a replacement joins
-    replace: float = 0.0  # until another device stands in for the lost one; the others train
+    regroup: float = 0.0  # survivors form a new group and lanes are assigned; the same when a replacement joins
+    replace: float = 0.0  # until another device replaces the lost one; the others train
 
     def __str__(self) -> str:
         if not self.elastic:
@@ -43,8 +43,8 @@ class SimulatedRecovery:
         )
 
 
-# Assumed where nothing is said. Restarts of minutes are what the published run with 466 interruptions in 54 days comes
-# to: more than 90 % of the time was effective (Llama 3, 2024). Shoal: its lease, and checkpoint/policy.py.
+# Defaults. Restarts of minutes agree with the published run with 466 interruptions in 54 days: more than 90 % of the
+# time was effective (Llama 3, 2024). Shoal: its lease, and REPAIR_SECONDS of checkpoint/policy.py.
 RESTART_ALL = SimulatedRecovery(name="restart-all", elastic=False, detect=60.0, restart=600.0)
 REDO = SimulatedRecovery(name="redo", elastic=True, detect=5.0, restart=600.0, regroup=2.0, replace=600.0)
 POLICIES = (RESTART_ALL, REDO)
@@ -52,26 +52,28 @@ POLICIES = (RESTART_ALL, REDO)
 
 @dataclass(frozen=True, kw_only=True)
 class FailureScenario:
-    """What is endured."""
+    """A run and the failures that it meets."""
 
     seconds: float  # of wall clock
     devices: int
     step: float  # seconds
     replicas: int = 1
-    copies: int = 1  # devices that hold the same part of the state
+    copies: int = 1  # devices that hold the same model shard
     save: float = 0.0  # seconds that training waits for a checkpoint
-    write: float = 0.0  # and until it can be used
+    write: float = 0.0  # seconds from there until it is usable
     interval: float | None = None  # seconds between checkpoints; None: by Daly's formula
     mtbf: float | None = None  # seconds, of one device
-    failures: int | None = None  # or: so many in all, at random
+    failures: int | None = None  # or: the number of failures, at random times
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and self.step > 0 and self.devices >= 1 and self.replicas >= 1 and self.copies >= 1):
-            raise InputError(f"{self.seconds:g} s, steps of {self.step:g} s, {self.devices} devices: all are above 0")
+            raise InputError(
+                f"{self.seconds:g} s, steps of {self.step:g} s, {self.devices} devices: each must be above 0"
+            )
         if min(self.save, self.write, self.failures or 0) < 0 or (self.mtbf is not None and self.mtbf <= 0):
-            raise InputError("times and numbers of failures are not negative, and the MTBF is above 0")
+            raise InputError("times and numbers of failures must not be negative, and the MTBF must be above 0")
         if self.interval is not None and self.interval <= 0:
-            raise InputError(f"a checkpoint every {self.interval:g} s: above 0 s")
+            raise InputError(f"a checkpoint every {self.interval:g} s: the interval must be above 0 s")
 
     @property
     def failure_seconds(self) -> float:
@@ -85,10 +87,10 @@ class FailureScenario:
 class FailureOutcome:
     policy: SimulatedRecovery
     seconds: float
-    useful: float  # seconds' worth of training, at full strength, that was kept
+    useful: float  # seconds of training, at full strength, that were not repeated
     lost: Mapping[str, float]  # by CAUSES
     failures: int
-    restarts: int  # of everybody, from a checkpoint
+    restarts: int  # of all workers, from a checkpoint
     interval: float  # between checkpoints
     steps: int  # committed
 
@@ -98,14 +100,14 @@ class FailureOutcome:
 
     @property
     def availability(self) -> float:
-        """The share of time in which steps are done, whatever becomes of them."""
+        """The share of time in which workers train, whether or not the steps are repeated later."""
         return 1 - (self.lost["detection"] + self.lost["restart"] + self.lost["regrouping"]) / self.seconds
 
 
 def state_loss_seconds(trial: FailureScenario, policy: SimulatedRecovery) -> float:
-    """The mean time until a checkpoint is needed. Where survivors go on: once a day, as the runtime assumes of what
-    takes everybody (but not more often than anything fails), and whenever all copies of a part are lost before the
-    first of them is made good."""
+    """The mean time until a checkpoint is needed. Where survivors go on: once a day, as the runtime assumes of failures
+    of all workers (but not more often than anything fails), and whenever all copies of a model shard are lost before
+    the first of them is replaced."""
     if not policy.elastic or trial.copies == 1 or math.isinf(trial.failure_seconds):
         return trial.failure_seconds
     chance = 1.0
@@ -124,7 +126,7 @@ def checkpoint_interval(trial: FailureScenario, policy: SimulatedRecovery) -> fl
 
 
 def failure_times(trial: FailureScenario, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """When, and which device. Failures at random are a Poisson process: given their number, any moment is as likely."""
+    """Times and devices of failures: a Poisson process, so given their number all moments are equally likely."""
     count = trial.failures
     if count is None:
         count = 0 if trial.mtbf is None else int(random.poisson(trial.seconds / trial.failure_seconds))
@@ -134,45 +136,42 @@ def failure_times(trial: FailureScenario, random: np.random.Generator) -> tuple[
 def simulate_failures(trial: FailureScenario, policy: SimulatedRecovery, *, seed: int = 0) -> FailureOutcome:
     random = np.random.default_rng(seed)
     times, devices = failure_times(trial, random)
-    play = _FailureSimulation(trial, policy, checkpoint_interval(trial, policy))
+    simulation = _FailureSimulation(trial, policy, checkpoint_interval(trial, policy))
     for when, device, share in zip(times.tolist(), devices.tolist(), random.uniform(size=len(times)), strict=True):
-        play.fail(when, device, float(share))
-    return play.end()
+        simulation.fail(when, device, float(share))
+    return simulation.end()
 
 
 class _FailureSimulation:
-    """Goes from failure to failure. Between two of them training and saving take turns."""
+    """Goes from failure to failure. Between two of them training and saving alternate."""
 
     def __init__(self, trial: FailureScenario, policy: SimulatedRecovery, interval: float) -> None:
         self.trial, self.policy, self.interval = trial, policy, interval
         self.elastic = policy.elastic and trial.copies > 1
         self.parts = max(1, trial.devices // trial.copies)
         self.now = 0.0
-        self.outages: list[tuple[str, float]] = []  # what keeps everybody from training, in order: cause, seconds left
-        self.replacements: list[tuple[float, int]] = []  # when a replacement comes, and for which device
-        self.uptime = 0.0  # seconds of training and saving since the state was last taken from a checkpoint
+        self.outages: list[tuple[str, float]] = []  # that stop all workers, in order: cause, seconds left
+        self.replacements: list[tuple[float, int]] = []  # when a replacement joins, and for which device
+        self.uptime = 0.0  # seconds of training and saving since the last restart
         self.useful = 0.0
-        self.saved: list[tuple[float, float]] = []  # checkpoints since then: `up` when complete, useful work in it
-        self.checkpointed = 0.0  # useful work in the newest checkpoint that can be used
+        self.saved: list[tuple[float, float]] = []  # checkpoints since then: uptime when complete, useful work in it
+        self.checkpointed = 0.0  # useful work in the newest usable checkpoint
         self.lost = dict.fromkeys(CAUSES, 0.0)
         self.failures = self.restarts = 0
 
     def fail(self, when: float, device: int, share: float) -> None:
-        """`share`: what of the step under way was done."""
+        """`share`: the finished share of the running step."""
         self._advance(when)
         self.failures += 1
-        gone = [each for _, each in self.replacements]
-        if self.elastic and device in gone:
-            return  # nobody was there
-        holders = [each for each in gone if each % self.parts == device % self.parts]
+        replaced = [each for _, each in self.replacements]
+        if self.elastic and device in replaced:
+            return  # the failed device was not in use
+        holders = [each for each in replaced if each % self.parts == device % self.parts]
         if self.elastic and len(holders) + 1 < self.trial.copies:
-            again = (
-                0.0
-                if self.outages
-                else min(share * self.trial.step * self._strength(), self.useful - self.checkpointed)
-            )
-            self.useful -= again
-            self.lost["repeated"] += again
+            redone = min(share * self.trial.step * self._strength(), self.useful - self.checkpointed)
+            repeated = 0.0 if self.outages else redone
+            self.useful -= repeated
+            self.lost["repeated"] += repeated
             self.outages += [("detection", self.policy.detect), ("regrouping", self.policy.regroup)]
             self.replacements.append((when + self.policy.detect + self.policy.replace, device))
             return
@@ -214,7 +213,7 @@ class _FailureSimulation:
             self.now = stop
 
     def _strength(self) -> float:
-        """Whole replicas among those that are there: for every part as many as the scarcest has."""
+        """The share of replicas that are complete: the model shard with fewest holders decides."""
         if not self.replacements:
             return 1.0
         missing: dict[int, int] = {}
@@ -243,7 +242,7 @@ class _FailureSimulation:
         self.saved = self.saved[-2:]
 
     def _saving(self, up: float) -> float:
-        """Seconds that went into saving in the first `up`."""
+        """Seconds of saving in the first `up` seconds."""
         if math.isinf(self.interval):
             return 0.0
         cycles, rest = divmod(up, self.interval + self.trial.save)

@@ -1,7 +1,7 @@
-"""How gradients get from replica to replica, and for how much of that a step waits.
+"""How gradients travel between replicas, and how long a step waits for them.
 
-Shoal's own runtime plays its routes (`collectives`), every message of up to 16 workers; more of them go tier by tier.
-Other runtimes go in rings or trees, and hide what they can behind the last backward, as `estimate.predict` has it.
+Shoal's own runtime follows its routes (`collectives`), every message of up to 16 workers; larger groups go tier by
+tier. Other runtimes use rings or trees, and hide traffic behind the last backward as in `cost.predict`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class GradientTraffic:
     """Traffic among replicas, by rank of the pipeline."""
 
     exposed: tuple[float, ...]  # seconds that a rank waits at the end of its backward
-    tied: float  # and after that: tied weights of the first and the last stage
+    tied: float  # seconds after that: tied weights of the first and the last stage
     sent: Mapping[str, float]  # bytes of the device that sends most, by tier
     busy: Mapping[str, float]  # seconds, by tier
     route: str
@@ -51,36 +51,36 @@ class GradientTraffic:
         setup, stages = prediction.setup, prediction.stages
         if (setup.data == 1 and not (work.tied and setup.pipeline > 1)) or not topology.tiers:
             return cls(exposed=(0.0,) * len(stages), tied=0.0, sent={}, busy={}, route="none")
-        wire = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
+        wire_bytes = work.gradient_bytes if runtime.wire_bytes is None else runtime.wire_bytes
         sent: dict[str, float] = {}
         busy: dict[str, float] = {}
         exposed = []
         for stage in stages:
-            made = _TrafficModel(setup, topology, grid, runtime, assignment)
-            gradients, weights = stage.parameters * wire, stage.parameters * work.weight_bytes
+            model = _TrafficModel(setup, topology, grid, runtime, assignment)
+            gradients, weights = stage.parameters * wire_bytes, stage.parameters * work.weight_bytes
             blocks = max(1.0, len(work.blocks) / len(stages))
             if setup.data == 1:
                 exposed.append(0.0)
             elif runtime.overheads is not None:
-                exposed.append(made.shoal_seconds(gradients, weights, made.seconds, made.all_reduce))
+                exposed.append(model.shoal_seconds(gradients, weights, model.seconds, model.all_reduce))
             elif setup.zero == 3:
-                exposed.append(made.sharded(gradients, weights, stage, blocks))
+                exposed.append(model.sharded(gradients, weights, stage, blocks))
             else:
-                exposed.append(made.after_backward(gradients, weights, stage))
-            for most, found in ((sent, made.sent), (busy, made.busy)):
+                exposed.append(model.after_backward(gradients, weights, stage))
+            for most, found in ((sent, model.sent), (busy, model.busy)):
                 most |= {tier: max(amount, most.get(tier, 0.0)) for tier, amount in found.items()}
         if runtime.overheads is not None and setup.data > 1:
-            # What is predicted of packing and calling stays; the links' part is what was played.
+            # The prediction of packing and calls stays; the share of the links is simulated.
             largest = max(stage.parameters for stage in stages)
-            guessed = made.shoal_seconds(
-                largest * wire, largest * work.weight_bytes, made.estimated_seconds, made.estimated_all_reduce
+            guessed = model.shoal_seconds(
+                largest * wire_bytes, largest * work.weight_bytes, model.estimated_seconds, model.estimated_all_reduce
             )
             besides = max(0.0, prediction.terms["data"] - guessed)
             exposed = [each + besides for each in exposed]
-        after, route = 0.0, made.route if setup.data > 1 else "none"
+        after, route = 0.0, model.route if setup.data > 1 else "none"
         if work.tied and setup.pipeline > 1 and runtime.overheads is None:
             group = StridedGroup(size=2, stride=grid.strides["pipeline"] * (setup.pipeline - 1))
-            after = made.seconds(group, work.tied * wire / setup.tensor, passes=2)
+            after = model.seconds(group, work.tied * wire_bytes / setup.tensor, passes=2)
         return cls(exposed=tuple(exposed), tied=after, sent=sent, busy=busy, route=route)
 
 
@@ -94,7 +94,7 @@ class _TrafficModel:
     ) -> None:
         self.setup, self.topology, self.runtime, self.assignment = setup, topology, runtime, assignment
         self.group = StridedGroup(size=setup.data, stride=grid.strides["data"])
-        # Of its own runtime, alone on its links, every message is played.
+        # Shoal's runtime, alone on its links: every message is simulated.
         self.plays_messages = (
             runtime.overheads is not None and setup.devices == setup.data <= MAX_RANKS and not setup.zero
         )
@@ -103,9 +103,9 @@ class _TrafficModel:
         self.busy: dict[str, float] = {}
 
     def shoal_seconds(
-        self, gradients: float, weights: float, half: "_PassSeconds", all_reduce: Callable[[float], float]
+        self, gradients: float, weights: float, half: _PassSeconds, all_reduce: Callable[[float], float]
     ) -> float:
-        """What Shoal's own runtime does with its links, zero by zero (cost/runtime_overhead.py has the same)."""
+        """Seconds of Shoal's own runtime on its links, by zero level (as in cost/runtime_overhead.py)."""
         setup, group = self.setup, self.group
         if setup.zero <= 1:
             return all_reduce(gradients) + (half(group, weights, passes=1) if setup.zero else 0.0)
@@ -122,7 +122,7 @@ class _TrafficModel:
         return self.estimated_seconds(self.group, num_bytes, passes=2)
 
     def after_backward(self, gradients: float, weights: float, stage: StagePrediction) -> float:
-        """After the last microbatch, behind whose backward a part of it may hide."""
+        """Seconds after the last microbatch, whose backward may hide some of the traffic."""
         runtime = self.runtime
         if self.setup.zero:
             traffic = self.seconds(self.group, gradients, passes=1) + self.seconds(self.group, weights, passes=1)
@@ -130,7 +130,7 @@ class _TrafficModel:
             traffic = self.all_reduce(gradients)
         if not runtime.overlap:
             return traffic
-        # Interleaved, a chunk is done while the microbatches of all ranks go through each of the chunks before it.
+        # Interleaved, a chunk ends while the microbatches of all ranks go through each of the chunks before it.
         ranks, chunks = self.setup.pipeline, self.setup.chunks
         rounds = ((chunks - 1) * ranks + 1) / chunks if ranks > 1 else 1.0
         window = runtime.overlap * rounds * (stage.backward + (stage.forward if self.setup.zero else 0.0))
@@ -138,7 +138,7 @@ class _TrafficModel:
         return exposed + runtime.slowdown * (traffic - exposed)
 
     def sharded(self, gradients: float, weights: float, stage: StagePrediction, blocks: float) -> float:
-        """zero=3: every microbatch gathers each block twice and scatters its gradients, ahead of time if it may."""
+        """zero=3: every microbatch gathers each block twice and scatters its gradients, early if it overlaps."""
         count = self.setup.microbatches
         gathers = blocks * self.seconds(self.group, weights / blocks, passes=1, times=2 * blocks * count)
         scatters = blocks * self.seconds(self.group, gradients / blocks, passes=1, times=blocks * count)
@@ -150,8 +150,8 @@ class _TrafficModel:
         return count * (late + self.runtime.slowdown * (traffic - late))
 
     def seconds(self, group: StridedGroup, num_bytes: float, *, passes: int, times: float = 1.0) -> float:
-        """Others go as NCCL does. Shoal goes tier by tier, in as many buckets as pay: tiers then work at the same time,
-        and each bucket has its own latencies."""
+        """Other runtimes use NCCL's rings or trees. Shoal goes tier by tier, in as many buckets as pay: the tiers then
+        work at the same time, and each bucket has its own latencies."""
         if self.runtime.overheads is None:
             best = ring_or_tree(self.topology, group, num_bytes, passes=passes)
             self.route = f"{best.name} through all hosts"

@@ -1,8 +1,8 @@
-"""Pipelines in time: the runtime's own schedules (`schedule.Action`s) with each stage's seconds and messages.
+"""Simulates pipelines: the runtime's own schedules (`PipelineAction`s) with each stage's seconds and messages.
 
-rank 0  F0 F1          B0─── F2 …      a rank does its row as early as it can; a message leaves when its action has
+rank 0  F0 F1          B0─── F2 …      a rank runs its row as early as possible; a message leaves when its action has
          ╲  ╲         ╱                ended, and the rank goes on at once
-rank 1     ─F0 B0──── F1 …             without messages' costs this is `schedule.play`, to the last bit (a test)
+rank 1     ─F0 B0──── F1 …             without costs of messages this equals `time_schedule`, to the last bit (a test)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from shoal.planner.simulate.clock import LinkPath, SimulatedClock, SimulatedNetw
 
 
 class StageCost(NamedTuple):
-    """Of one stage (a chunk of a rank) and microbatch."""
+    """Costs of one stage (a chunk of a rank) for one microbatch."""
 
     forward: float  # seconds
     backward: float
@@ -34,25 +34,21 @@ class StageCost(NamedTuple):
         return {"F": self.forward, "B": self.backward, "I": self.backward / 2, "W": self.backward / 2}[kind]
 
 
-RankPath = Callable[[int, int], LinkPath | None]  # from rank to rank of a pipeline; None: costs nothing
+RankPath = Callable[[int, int], LinkPath | None]  # from rank to rank of a pipeline; None: free
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedReplica:
-    """One pipeline among those that are played together."""
+    """One pipeline among those that are simulated together."""
 
     devices: tuple[int, ...]  # by rank
     path: RankPath
-    slower: tuple[float, ...] = ()  # by rank: times as long; empty: none
-    schedule: PipelineSchedule | None = (
-        None  # of a replica that has another number of microbatches; None: as the others
-    )
+    slower: tuple[float, ...] = ()  # by rank: factor on its seconds; empty: none
+    schedule: PipelineSchedule | None = None  # of a replica with another number of microbatches; None: as the others
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPipelines:
-    """What was played."""
-
     replicas: tuple[ScheduleTimeline, ...]
     network: SimulatedNetwork
 
@@ -64,7 +60,7 @@ class SimulatedPipelines:
 def simulate_pipelines(
     schedule: PipelineSchedule, costs: Sequence[StageCost], replicas: Sequence[SimulatedReplica]
 ) -> SimulatedPipelines:
-    """Pipelines of the same stages side by side, on links that they may share."""
+    """Simulates pipelines of the same stages side by side, on links that they may share."""
     if len(costs) != schedule.stages:
         raise PlanError(f"{len(costs)} costs for the {schedule.stages} stages of {schedule.name}")
     clock = SimulatedClock()
@@ -75,14 +71,6 @@ def simulate_pipelines(
             each.advance(rank)
     clock.run()
     return SimulatedPipelines(replicas=tuple(each.played() for each in running), network=network)
-
-
-def simulate_pipeline(
-    schedule: PipelineSchedule, costs: Sequence[StageCost], path: RankPath | None = None
-) -> SimulatedPipelines:
-    """One pipeline on ranks that are devices 0, 1, 2, …"""
-    replica = SimulatedReplica(devices=tuple(range(schedule.ranks)), path=path or (lambda source, to: None))
-    return simulate_pipelines(schedule, costs, [replica])
 
 
 class _RunningReplica:
@@ -99,9 +87,7 @@ class _RunningReplica:
         self._ranks = [schedule.rank_of(stage) for stage in range(schedule.stages)]
         self._slower = replica.slower or (1.0,) * schedule.ranks
         self._busy = [False] * schedule.ranks
-        self._received: list[set[tuple[str, int, int]]] = [
-            set() for _ in schedule.rows
-        ]  # what has come from other stages
+        self._received: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # from other stages
         self._paths = {
             (source, to): replica.path(source, to)
             for low, high in zip(self._ranks, self._ranks[1:], strict=False)
@@ -136,18 +122,18 @@ class _RunningReplica:
             self._send_output(rank, stage - 1, ("I", stage, number), self.costs[stage - 1].output)
         self.advance(rank)
 
-    def _send_output(self, rank: int, stage: int, what: tuple[str, int, int], num_bytes: float) -> None:
+    def _send_output(self, rank: int, stage: int, received: tuple[str, int, int], num_bytes: float) -> None:
         to = self._ranks[stage]
-        way = self._paths.get((rank, to))
-        if to == rank or way is None:
-            self._arrived(to, what)
+        path = self._paths.get((rank, to))
+        if to == rank or path is None:
+            self._arrived(to, received)
             return
         devices = self.replica.devices
-        name = f"{'F' if what[0] == 'F' else 'B'}{what[2]}"
-        self.network.send(devices[rank], devices[to], num_bytes, way, lambda: self._arrived(to, what), name)
+        name = f"{'F' if received[0] == 'F' else 'B'}{received[2]}"
+        self.network.send(devices[rank], devices[to], num_bytes, path, lambda: self._arrived(to, received), name)
 
-    def _arrived(self, rank: int, what: tuple[str, int, int]) -> None:
-        self._received[rank].add(what)
+    def _arrived(self, rank: int, received: tuple[str, int, int]) -> None:
+        self._received[rank].add(received)
         self.advance(rank)
 
     def played(self) -> ScheduleTimeline:
@@ -159,21 +145,18 @@ class _RunningReplica:
         return ScheduleTimeline(rows=tuple(map(tuple, self.rows)), total=max(row[-1].end for row in self.rows if row))
 
 
-# -- many at once -----------------------------------------------------------------------------------------------------
-
-
 def pipeline_totals(
     schedule: PipelineSchedule,
     costs: Sequence[StageCost],
     slower: np.ndarray,
     hops: Mapping[tuple[int, int], float] | None = None,
 ) -> np.ndarray:
-    """Seconds until the last rank is done, for many draws of the ranks' slowness at once: `slower[rank, draw]`.
+    """Seconds until the last rank ends, for many draws of the ranks' slowness at once: `slower[rank, draw]`.
 
-    `hops` are seconds from rank to rank. Messages take as long as they do in an even step: they do not share anew.
+    `hops` are seconds from rank to rank. Messages take as long as in an even step: link shares stay the same.
     """
     order = sorted((timed for row in time_schedule(schedule).rows for timed in row), key=lambda timed: timed.end)
-    ended: dict[PipelineAction, np.ndarray] = {}  # what another rank has still to hear of
+    ended: dict[PipelineAction, np.ndarray] = {}  # actions that another rank still waits for
     free = np.zeros((schedule.ranks, slower.shape[1]))
     for _, _, action in order:
         rank = schedule.rank_of(action.stage)

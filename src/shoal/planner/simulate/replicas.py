@@ -1,7 +1,7 @@
-"""Which devices a replica has, how much of a batch, how fast they are; and which replicas are alike.
+"""Which devices a replica has, its share of a batch, how fast they are; and which replicas are equal.
 
-Replicas that share a link are a cell: they hold each other up. Cells whose links, devices and lanes are alike take the
-same time, so one of them is played.
+Replicas that share a link form a cell: they slow each other down. Cells with equal links, devices and lanes take the
+same time, so one of them is simulated.
 """
 
 import math
@@ -13,7 +13,7 @@ from shoal.errors import PlanError
 from shoal.numerics.lanes import Span, assign_lanes
 from shoal.parallel.pipeline_schedule import PipelineSchedule, fit_schedule
 from shoal.planner.cluster import Cluster
-from shoal.planner.cost.predict import slowest_device
+from shoal.planner.cost.compute import slowest_device
 from shoal.planner.cost.setup import Setup
 from shoal.planner.simulate.clock import LinkPath
 from shoal.planner.simulate.network import LinkTopology
@@ -21,7 +21,7 @@ from shoal.planner.simulate.pipeline import SimulatedReplica
 
 
 class DeviceGrid:
-    """Which device a place in the layout is."""
+    """Maps a position in the layout to a device."""
 
     def __init__(self, setup: Setup, order: Sequence[str]) -> None:
         self.setup = setup
@@ -37,7 +37,7 @@ class DeviceGrid:
 
 
 class ReplicaAssignment(NamedTuple):
-    """Who has how much of a batch."""
+    """The share of a batch of each replica."""
 
     counts: tuple[int, ...]  # microbatches of each replica
     lanes: int
@@ -47,12 +47,12 @@ class ReplicaAssignment(NamedTuple):
 def assign_replicas(setup: Setup, spans: Sequence[Span] | None) -> ReplicaAssignment:
     if setup.lanes is None:
         if spans is not None:
-            raise PlanError("a shape has no lanes to deal", fix="a job has")
+            raise PlanError("a shape has no lanes to assign", fix="a job instead of a shape")
         even = tuple((replica, replica + 1) for replica in range(setup.data))
         return ReplicaAssignment((setup.microbatches,) * setup.data, setup.data, even)
     spans = assign_lanes(setup.lanes, [1.0] * setup.data) if spans is None else tuple(spans)
     if len(spans) != setup.data:
-        raise PlanError(f"lanes are dealt to {len(spans)} replicas, and the layout has {setup.data}")
+        raise PlanError(f"lanes are assigned to {len(spans)} replicas, but the layout has {setup.data}")
     each = max(1, setup.batch // (setup.lanes * setup.microbatch))
     return ReplicaAssignment(tuple((stop - start) * each for start, stop in spans), setup.lanes, tuple(spans))
 
@@ -63,7 +63,7 @@ def schedule_of(setup: Setup, microbatches: int) -> PipelineSchedule:
 
 
 class DeviceSlowdown:
-    """How much longer than predicted a device takes: unequal devices (the slowest was predicted), and bad luck."""
+    """Factors on predicted seconds: unequal devices (the prediction is of the slowest), and given slowdowns."""
 
     def __init__(self, cluster: Cluster, topology: LinkTopology, dtype: str, slower: Mapping[int, float]) -> None:
         slowest = slowest_device(cluster, dtype)
@@ -72,7 +72,7 @@ class DeviceSlowdown:
             if not 0 <= device < topology.devices or not 0 < times < float("inf"):
                 raise PlanError(
                     f"device {device} takes {times:g} times as long: devices are 0 to {topology.devices - 1},"
-                    " and times above 0"
+                    " and factors are above 0"
                 )
         self._slower = slower
         self._kinds = [
@@ -87,8 +87,8 @@ class DeviceSlowdown:
 
 
 def period(setup: Setup, grid: DeviceGrid, topology: LinkTopology) -> int:
-    """So many replicas fill whole hosts (racks, if there are several) and nobody else's: those after them are their
-    copies. All of them, where that is not so."""
+    """The number of replicas that fill whole hosts (racks, if there are several): later replicas are their copies.
+    All replicas, if they do not fill whole hosts."""
     stride, across = grid.strides["data"], grid.strides["pipeline"]
     unit = topology.unit
     if unit is None:
@@ -105,9 +105,9 @@ def cells_of(
     slowdown: DeviceSlowdown,
     schedules: Sequence[PipelineSchedule],
 ) -> list[list[SimulatedReplica]]:
-    """The first replicas, one for each schedule; those that share a link are together, in the order of their first."""
+    """The first replicas, one for each schedule, grouped by shared links in the order of the first of each group."""
     ranks, slices = setup.pipeline, setup.tensor
-    by_wire: dict[str, int] = {}  # a wire, and a replica that uses it
+    by_link: dict[str, int] = {}  # a link -> a replica that uses it
     parent = list(range(len(schedules)))
 
     def top(each: int) -> int:
@@ -120,16 +120,16 @@ def cells_of(
     neighbours = sorted(_pairs(setup))
     for number, schedule in enumerate(schedules):
         devices = tuple(grid.device(number, rank) for rank in range(ranks))
-        ways = {(low, high): topology.path(devices[low], devices[high], slices) for low, high in neighbours}
-        for way in ways.values():
-            for wire in way.links:
-                other = by_wire.setdefault(wire.name, number)
+        paths = {(low, high): topology.path(devices[low], devices[high], slices) for low, high in neighbours}
+        for path in paths.values():
+            for link in path.links:
+                other = by_link.setdefault(link.name, number)
                 one, two = top(other), top(number)
                 parent[max(one, two)] = min(one, two)
         slow = () if slowdown.even else tuple(
             max(slowdown.factor(grid.device(number, rank, part)) for part in range(slices)) for rank in range(ranks)
         )  # fmt: skip
-        replicas.append(SimulatedReplica(devices=devices, path=_PathTable(ways), slower=slow, schedule=schedule))
+        replicas.append(SimulatedReplica(devices=devices, path=_PathTable(paths), slower=slow, schedule=schedule))
     cells: dict[int, list[SimulatedReplica]] = {}
     for number, replica in enumerate(replicas):
         cells.setdefault(top(number), []).append(replica)
@@ -137,15 +137,15 @@ def cells_of(
 
 
 class _PathTable:
-    def __init__(self, ways: Mapping[tuple[int, int], LinkPath]) -> None:
-        self.paths = ways
+    def __init__(self, paths: Mapping[tuple[int, int], LinkPath]) -> None:
+        self.paths = paths
 
     def __call__(self, source: int, to: int) -> LinkPath:
         return self.paths[source, to]
 
 
 def _pairs(setup: Setup) -> set[tuple[int, int]]:
-    """Ranks of a pipeline that write to each other; with chunks in rounds, the last and the first do."""
+    """Ranks of a pipeline that send to each other; with chunks in rounds, also the last and the first."""
     found = {(rank, rank + 1) for rank in range(setup.pipeline - 1)}
     if setup.chunks > 1 and setup.pipeline > 1:
         found.add((setup.pipeline - 1, 0))
@@ -153,7 +153,7 @@ def _pairs(setup: Setup) -> set[tuple[int, int]]:
 
 
 def signature(cell: Sequence[SimulatedReplica]) -> object:
-    """Equal for cells that take the same time: links go by the order in which they are met, not by name."""
+    """Equal for cells that take the same time: links are numbered in the order of their use, not named."""
     names: dict[str, int] = {}
     devices: dict[int, int] = {}
     found: list[object] = []
@@ -161,7 +161,7 @@ def signature(cell: Sequence[SimulatedReplica]) -> object:
         assert isinstance(replica.path, _PathTable)
         found.append(tuple(devices.setdefault(device, len(devices)) for device in replica.devices))
         found.append((replica.slower, replica.schedule.microbatches if replica.schedule else None))
-        for pair, way in replica.path.paths.items():
-            wires = tuple((names.setdefault(wire.name, len(names)), wire.capacity, wire.times) for wire in way.links)
-            found.append((pair, way.tier, way.latency, way.speed, wires))
+        for pair, path in replica.path.paths.items():
+            links = tuple((names.setdefault(link.name, len(names)), link.capacity, link.times) for link in path.links)
+            found.append((pair, path.tier, path.latency, path.speed, links))
     return tuple(found)

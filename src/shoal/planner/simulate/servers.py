@@ -1,18 +1,18 @@
-"""Parameter servers: w workers, k servers, and when a worker may go on.
+"""Simulates parameter servers: w workers, k servers, and when a worker may go on.
 
-    sync        an update when all w gradients have come
-    quorum:q    when q have; whoever is late drops what it does and begins again with the new weights
+    sync        an update when all w gradients have arrived
+    quorum:q    when q have; late workers drop their gradient and begin again with the new weights
     stale:s     every gradient is an update; a worker is at most s rounds ahead of the slowest
-    async       every gradient is an update, and nobody waits
-    local:h     every worker h times by itself, then as sync: h updates, as if the mean of them were as good as a step
+    async       every gradient is an update, and no worker waits
+    local:h     every worker does h steps by itself, then as sync: h updates, as if their mean were as good as a step
     groups:g    w/g workers add up their gradients among themselves; every sum is an update, and no group waits
 
 The modes are those of the runtime (paramserver/sync_mode.py).
 
-A worker computes T seconds (times its bad luck, `stragglers`), then exchanges its gradient for the weights: S bytes up
-and S down. The servers hold equal shards, so they are played once, as one pool of k·W bytes a second each way that
-whoever exchanges shares fairly; a worker has W. With `duplex` both ways go at once, else one after the other.
-Applying an update costs nothing. What comes out agrees with the closed forms (tests):
+A worker computes T seconds (times a random factor, `stragglers`), then exchanges its gradient for the weights: S bytes
+up and S down. The servers hold equal shards, so they are simulated as one pool of k·W bytes a second each direction,
+which exchanging workers share fairly; a worker has W. With `duplex` both directions go at once, else one after the
+other. Applying an update costs nothing. Results agree with the closed forms (tests):
 
     sync        the largest of w draws, and S·max(1, w/k)/W for the exchange (twice that without duplex)
     quorum      the q-th of w draws
@@ -31,7 +31,7 @@ from shoal.errors import InputError
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.planner.simulate.stragglers import StragglerModel
 
-DRAWS = 512  # of each worker; used again after that
+DRAWS = 512  # of each worker; reused after that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +62,17 @@ class SimulatedServers:
 
     @property
     def pool(self) -> float:
-        """Bytes a second of all servers together, each way."""
+        """Bytes a second of all servers together, each direction."""
         return self.servers * (self.bandwidth if self.server_bandwidth is None else self.server_bandwidth)
 
     @property
     def bytes_moved(self) -> float:
-        """Through one link in an exchange."""
+        """Bytes that an exchange moves through one link."""
         return self.num_bytes * (1 if self.duplex else 2)
 
     @property
     def parties(self) -> list[list[int]]:
-        """Workers by whom they exchange with: alone, or as a group."""
+        """Workers by the party that exchanges: one worker, or a group."""
         found: dict[int, list[int]] = {}
         for worker in range(self.workers):
             found.setdefault(self.sync_mode.group_of(worker), []).append(worker)
@@ -84,33 +84,24 @@ class SimulatedServers:
         return int(self.sync_mode.number) if self.sync_mode.name == "local" else 1
 
     def group_seconds(self, members: int) -> float:
-        """Seconds in which a group adds up its gradients: a ring's."""
+        """Seconds in which the ring of a group adds up its gradients."""
         if members == 1:
             return 0.0
         return 2 * (members - 1) * (self.latency + self.num_bytes / members / self.bandwidth)
 
-    @property
-    def max_rate(self) -> float:
-        """Gradients a second: what the workers or the servers' links can do at the most, without stragglers."""
-        largest = max(map(len, self.parties))
-        exchange = self.group_seconds(largest) + 2 * self.latency + self.bytes_moved / self.bandwidth
-        each = self.steps * self.workers / len(self.parties)  # gradients of an exchange
-        links = each * self.pool / self.bytes_moved if self.num_bytes else math.inf
-        return min(self.workers / (self.compute + exchange / self.steps), links)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedServerRun:
-    """What came of it."""
+    """The result of a simulation."""
 
     sync_mode: SyncMode
     seconds: float
     updates: int
     gradients: int  # that were used
     dropped: int  # begun and not used
-    staleness: Mapping[int, int]  # of gradients: updates between their weights and themselves
+    staleness: Mapping[int, int]  # of gradients: updates between their weights and their own -> count
     ahead: int  # the most rounds that a worker was ahead of the slowest
-    computing: float  # share of the workers' time that went into gradients that were used
+    computing: float  # share of the workers' time for gradients that were used
 
     @property
     def updates_per_second(self) -> float:
@@ -126,23 +117,23 @@ class SimulatedServerRun:
 
 
 def simulate_servers(setup: SimulatedServers, *, rounds: int = 100, seed: int = 0) -> SimulatedServerRun:
-    """Plays as many gradients as `rounds` of all workers have."""
+    """Simulates as many gradients as `rounds` of all workers have."""
     return _ServerSimulation(setup, rounds, seed).run()
 
 
 def compare_modes(
     setup: SimulatedServers, modes: list[SyncMode], *, rounds: int = 100, seed: int = 0
 ) -> list[SimulatedServerRun]:
-    """The same workers, servers and bad luck in other modes."""
+    """Simulates the same workers, servers and stragglers in other modes."""
     return [simulate_servers(replace(setup, sync_mode=mode), rounds=rounds, seed=seed) for mode in modes]
 
 
 class _ServerLinks:
-    """The servers' links: whoever exchanges has the same speed, so the order of ends is the order of work to do."""
+    """The servers' links: all exchanging workers have the same speed, so exchanges end in the order of their work."""
 
     def __init__(self, setup: SimulatedServers) -> None:
         self._most, self._all = setup.bandwidth, setup.pool
-        self._work = 0.0  # bytes that each has moved that was there from the beginning
+        self._work = 0.0  # bytes moved by an exchange that began at time 0
         self._since = 0.0
         self._heap: list[tuple[float, int, int]] = []  # work at which it ends, worker, its turn
         self._active = 0
@@ -199,7 +190,7 @@ class _ServerSimulation:
 
     def run(self) -> SimulatedServerRun:
         count = len(self.parties)
-        for worker in range(count):  # apart, else all would come at the same moment, again and again
+        for worker in range(count):  # staggered, else all would arrive at the same moment again and again
             self._begin(worker, 0.0 if self.sync_mode.lockstep else worker / count * self.setup.compute)
         while self.gradients < self.wanted:
             exchanged = self.pool.next()

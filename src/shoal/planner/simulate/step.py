@@ -1,13 +1,13 @@
-"""One step of a plan on a cluster: pipelines and their messages, gradients, update. Equal parts are played once.
+"""Simulates one step of a plan on a cluster: pipelines and their messages, gradients, update.
 
-    replica 0   ┐ share links: a cell        Replicas that share a link are played together, as a cell; cells that are
-    replica 1   ┘                            alike (same links, same devices) are played once. The slices of a stage
-    replica 2   ┐ like the first: not        do the same at the same moment: one is played, with the others' shares of
-    replica 3   ┘ played again               the links taken off. So 16,384 devices are often one pipeline.
+    replica 0   ┐ share links: a cell        Replicas that share a link are simulated together, as a cell; of equal
+    replica 1   ┘                            cells (same links, same devices) one is simulated. The slices of a stage
+    replica 2   ┐ equal to the first:        do the same at the same moment: one is simulated, with the others' shares
+    replica 3   ┘ not simulated              of the links taken off. So 16,384 devices are often one pipeline.
 
-Seconds of stages come from `estimate.predict`; the order of their work, the messages between them and the gradients'
-way come from the runtime's own schedules, routes and deals. Then
-    step = when the last stage has its gradients + optimizer + what every step costs besides
+Seconds of stages come from `cost.predict`; the order of their work, their messages and the route of gradients come
+from the runtime's own schedules, routes and assignments. Then
+    step = time until the last stage has its gradients + optimizer + fixed costs of a step
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ from shoal.planner.simulate.replicas import (
 )
 from shoal.planner.simulate.stragglers import StragglerModel
 
-BUSY_TERMS = ("compute", "recompute", "tensor", "host")  # terms that a stage's own seconds are made of
+BUSY_TERMS = ("compute", "recompute", "tensor", "host")  # terms that make up a stage's own seconds
 
 
 class LinkUsage(NamedTuple):
-    """How a tier of links was used, by the device that used it most."""
+    """The use of a tier of links, by the device that uses it most."""
 
     tier: str
-    bandwidth: float  # bytes a second for each device while all talk
+    bandwidth: float  # bytes a second for each device while all send
     num_bytes: float  # that the device sent
     busy: float  # seconds
 
@@ -57,14 +57,14 @@ class SimulatedStep:
     prediction: Prediction
     runtime: str
     seconds: float
-    terms: Mapping[str, float]  # by TERMS; they add up to the step
+    terms: Mapping[str, float]  # by TERMS; their sum is the step
     schedule: PipelineSchedule
-    played: ScheduleTimeline  # the replica that took longest
+    played: ScheduleTimeline  # of the slowest replica
     messages: tuple[DeliveredMessage, ...]  # of its cell
     devices: tuple[int, ...]  # of its ranks: the first of each stage
     gradients: tuple[tuple[float, float], ...]  # by rank: when its exposed data traffic begins and ends
     links: tuple[LinkUsage, ...]  # the narrowest first
-    cells: int  # kinds of replicas that were played
+    cells: int  # kinds of replicas that were simulated
     replicas: int
     route: str  # of the gradients
     hops: Mapping[tuple[int, int], float] = field(default_factory=dict)  # mean seconds of a message from rank to rank
@@ -80,7 +80,7 @@ class SimulatedStep:
 
     @property
     def flops(self) -> float:
-        """For each device and second, as the prediction counts them."""
+        """FLOPs for each device and second, as the prediction counts them."""
         return self.prediction.flops * self.prediction.seconds / self.seconds
 
 
@@ -94,33 +94,33 @@ def simulate_step(
     slower: Mapping[int, float] | None = None,
     every_replica: bool = False,
 ) -> SimulatedStep:
-    """`deal`: lanes of each replica, of a job (as even as they can be). `slower`: by device, times as long as it should
-    take. `whole`: every replica is played, equal or not."""
+    """`assignment`: lanes of each replica of a job (default: as even as possible). `slower`: by device, the factor on
+    its time. `every_replica`: simulates equal replicas, too."""
     runtime = runtime or (MEGATRON if work.lanes is None else SHOAL)
-    wiring = LinkTopology(cluster)
-    if setup.devices > wiring.devices:
-        hosts = -(-setup.devices * len(wiring.hosts) // wiring.devices)
+    topology = LinkTopology(cluster)
+    if setup.devices > topology.devices:
+        hosts = -(-setup.devices * len(topology.hosts) // topology.devices)
         raise PlanError(
-            f"layout {setup}: {setup.devices} workers, but the cluster has {wiring.devices} devices",
-            fix=f"--hosts {hosts}, or a layout of at most {wiring.devices}",
+            f"layout {setup}: {setup.devices} workers, but the cluster has {topology.devices} devices",
+            fix=f"--hosts {hosts}, or a layout of at most {topology.devices}",
         )
     prediction = predict(work, setup, cluster, runtime)
-    dealt = assign_replicas(setup, assignment)
-    schedules = [schedule_of(setup, count) for count in dealt.counts]
+    assigned = assign_replicas(setup, assignment)
+    schedules = [schedule_of(setup, count) for count in assigned.counts]
     schedule = max(schedules, key=lambda each: each.microbatches)
     grid = DeviceGrid(setup, runtime.order)
     costs = stage_costs(prediction.stages, schedule, setup.tensor if runtime.scatter else 1)
-    pace = DeviceSlowdown(cluster, wiring, work.dtype, slower or {})
-    even = pace.even and len(set(dealt.counts)) == 1
-    count = period(setup, grid, wiring) if even and not every_replica else setup.data
-    cells = cells_of(setup, grid, wiring, pace, schedules[:count])
+    slowdown = DeviceSlowdown(cluster, topology, work.dtype, slower or {})
+    even = slowdown.even and len(set(assigned.counts)) == 1
+    count = period(setup, grid, topology) if even and not every_replica else setup.data
+    cells = cells_of(setup, grid, topology, slowdown, schedules[:count])
     kinds = cells if every_replica else list({signature(cell): cell for cell in reversed(cells)}.values())
     flows = [simulate_pipelines(schedule, costs, cell) for cell in kinds]
     slowest = max(range(len(kinds)), key=lambda each: (flows[each].total, -each))
     flow, cell = flows[slowest], kinds[slowest]
     number = max(range(len(cell)), key=lambda each: (flow.replicas[each].total, -each))
     played, sent = flow.replicas[number], tuple(flow.network.sent)
-    data = GradientTraffic.of(work, prediction, wiring, grid, runtime, dealt)
+    data = GradientTraffic.of(work, prediction, topology, grid, runtime, assigned)
     ends = [row[-1].end for row in played.rows]
     gradients = tuple((end, end + data.exposed[rank]) for rank, end in enumerate(ends))
     waits = max(end for _, end in gradients) + data.tied - played.total
@@ -135,7 +135,7 @@ def simulate_step(
         messages=sent,
         devices=cell[number].devices,
         gradients=gradients,
-        links=_links(wiring, work, setup, sent, data, terms),
+        links=_links(topology, work, setup, sent, data, terms),
         cells=len(kinds),
         replicas=setup.data,
         route=data.route,
@@ -144,7 +144,7 @@ def simulate_step(
 
 
 def stage_costs(stages: Sequence[StagePrediction], schedule: PipelineSchedule, slices: int = 1) -> list[StageCost]:
-    """By stage of the schedule: a rank's seconds, in the parts that its chunks have of its blocks."""
+    """Costs by stage of the schedule: a rank's seconds, divided among its chunks by blocks."""
     costs: dict[int, StageCost] = {}
     for rank, stage in enumerate(stages):
         blocks = sum(stage.blocks)
@@ -154,12 +154,9 @@ def stage_costs(stages: Sequence[StagePrediction], schedule: PipelineSchedule, s
     return [costs[number] for number in range(schedule.stages)]
 
 
-# -- what came of it --------------------------------------------------------------------------------------------------
-
-
 def _terms(prediction: Prediction, played: ScheduleTimeline, waits: float) -> dict[str, float]:
-    """Of the rank that is busy longest. Its own seconds, and what is predicted to come after the last microbatch
-    (adding up lanes, commit), in the parts that were predicted."""
+    """Terms of the busiest rank. Its own seconds, and the predicted work after the last microbatch (adding up lanes,
+    commit), keep their predicted proportions."""
     predicted, setup = prediction.terms, prediction.setup
     own = sum(predicted[name] for name in BUSY_TERMS)
     in_pipeline = setup.microbatches * max(stage.forward + stage.backward for stage in prediction.stages)
@@ -193,8 +190,8 @@ def _links(
 
 
 def _sliced_bytes(work: Workload, setup: Setup) -> float:
-    """That a device sends for the all-reduces of tensor parallelism: 2(t−1)/t of each, forward and backward, and with
-    full recomputation once more."""
+    """Bytes that a device sends for the all-reduces of tensor parallelism: 2(t−1)/t of each, forward and backward, and
+    once more with full recomputation."""
     reduced = sum(block.reduced * block.reductions for block in work.blocks) / setup.pipeline
     times = setup.microbatches * setup.microbatch / work.samples * (3 if setup.recompute == "full" else 2)
     return reduced * times * 2 * (setup.tensor - 1) / setup.tensor
@@ -209,13 +206,10 @@ def _hops(sent: Sequence[DeliveredMessage], devices: Sequence[int]) -> dict[tupl
     return {pair: sum(times) / len(times) for pair, times in found.items()}
 
 
-# -- steps with bad luck ----------------------------------------------------------------------------------------------
-
-
 def simulate_stragglers(
     step: SimulatedStep, stragglers: StragglerModel, *, steps: int = 100, seed: int = 0
 ) -> np.ndarray:
-    """Seconds of so many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
+    """Seconds of many steps. Every device draws anew in each; slices wait for the slowest of their stage, stages for
     each other, replicas for the slowest. Messages take as long as in an even step."""
     setup = step.prediction.setup
     random = np.random.default_rng(seed)

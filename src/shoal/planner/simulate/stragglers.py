@@ -1,10 +1,10 @@
-"""How slow a worker is by chance: factors on its time, 1 for one that is as fast as it should be. Seeded.
+"""Random slowness of workers: factors on a worker's time, 1 for normal speed. Seeded.
 
-    constant        every worker is always as fast as it should be
-    normal:0.1      1 + 0.1 z, cut off at 0.1               lognormal:0.1   e^(0.1 z − 0.1²/2), of mean 1
-    exponential:0.1 1 + a tail of mean 0.1                  slow:3          worker 0 takes 3 times as long, always
+    constant        every worker always has normal speed
+    normal:0.1      1 + 0.1 z, at least 0.1                 lognormal:0.1   e^(0.1 z − 0.1²/2), of mean 1
+    exponential:0.1 1 + a tail of mean 0.1                  slow:3          worker 0 always takes 3 times as long
 
-Drawn anew for every worker and step.
+Every worker draws anew for every step.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,20 @@ class StragglerModel:
 
     @classmethod
     def parse(cls, text: str) -> "StragglerModel":
-        """`lognormal:0.1`."""
+        """Parses `lognormal:0.1`."""
         name, colon, size = text.strip().partition(":")
         if name not in DISTRIBUTIONS:
             near = get_close_matches(name, DISTRIBUTIONS, n=1, cutoff=0.5)
-            raise InputError(
-                f"there is no distribution {name!r}", fix=f"did you mean {near[0]}?" if near else f"one of {_forms()}"
-            )
+            fix = f"did you mean {near[0]}?" if near else f"one of {_forms()}"
+            raise InputError(f"there is no distribution {name!r}", fix=fix)
         if name == "constant":
             if colon:
-                raise InputError(f"{text!r}: constant has no number after it", fix=f"one of {_forms()}")
+                raise InputError(f"{text!r}: constant takes no number", fix=f"one of {_forms()}")
             return cls()
         try:
             value = float(size)
         except ValueError:
-            raise InputError(f"{text!r}: {name} needs a number, and got {size!r}", fix=f"one of {_forms()}") from None
+            raise InputError(f"{text!r}: {name} needs a number, not {size!r}", fix=f"one of {_forms()}") from None
         if not 0 <= value < float("inf") or (name == "slow" and value < 1):
             raise InputError(f"{text!r}: {value:g} is below {1 if name == 'slow' else 0}", fix=f"one of {_forms()}")
         return cls(name=name, size=value)
@@ -49,7 +48,7 @@ class StragglerModel:
 
     @property
     def even(self) -> bool:
-        """Nobody is ever slower than another."""
+        """Whether all workers always have the same speed."""
         return self.name == "constant" or self.size == (1.0 if self.name == "slow" else 0.0)
 
     def draw(self, workers: int, times: int, random: np.random.Generator) -> np.ndarray:

@@ -1,13 +1,13 @@
-"""Time to accuracy: how many updates a target takes, and how long those take. A law with stated assumptions.
+"""Time to accuracy: how many updates a target takes, and how long they take. A law with stated assumptions.
 
     updates = S_min · (1 + c·τ + B_noise / B)
 
-S_min      updates that no batch, however large, can save; B_noise: the batch that needs twice as many. McCandlish et
+S_min      updates that no batch, however large, can avoid; B_noise: the batch that needs twice as many. McCandlish et
            al. 2018 ("An empirical model of large-batch training"): steps = S_min · (1 + B_noise/B)
 B          samples in one update
 τ, c       mean staleness of a gradient in updates, and its price. Delay multiplies only the part that noise does not
-           fix (Stich and Karimireddy 2020; Arjevani, Shamir and Srebro 2020), so it stands beside it. With c = 1, async
-           needs as many samples as sync with a batch of all workers: what it gains is waiting only
+           cover (Stich and Karimireddy 2020; Arjevani, Shamir and Srebro 2020), so it is a separate summand. With
+           c = 1, async needs as many samples as sync with a batch of all workers: it only saves waiting
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from shoal.planner.simulate.servers import SimulatedServerRun, SimulatedServers
 ASSUMPTIONS = (
     "updates needed = least updates × (1 + staleness penalty × mean staleness + noise batch / batch of an update)",
     "least updates and noise batch belong to the job and are measured or guessed; the learning rate is tuned for each",
-    "whoever is late in a quorum is as good as the others: its samples are not missed",
+    "samples of workers that are late for a quorum are as good as the others: their absence costs nothing",
 )
 
 
@@ -31,11 +31,8 @@ class ConvergenceLaw:
 
     def __post_init__(self) -> None:
         if not (self.min_updates > 0 and self.noise_batch >= 0 and self.penalty >= 0):
-            raise InputError(
-                f"least updates {self.min_updates:g}, noise {self.noise_batch:g}, penalty {self.penalty:g}:"
-                " the first is above 0,"
-                " none is negative"
-            )
+            values = f"least updates {self.min_updates:g}, noise {self.noise_batch:g}, penalty {self.penalty:g}"
+            raise InputError(f"{values}: the first must be above 0, none may be negative")
 
     def updates(self, batch: float, staleness: float = 0.0) -> float:
         return self.min_updates * (1 + self.penalty * staleness + self.noise_batch / batch)
@@ -46,7 +43,7 @@ class ConvergenceLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToAccuracy:
-    """When a mode is there."""
+    """When a mode reaches the target."""
 
     run: SimulatedServerRun
     batch: float  # of an update

@@ -1,19 +1,19 @@
-"""The membership and commit protocol in a world that goes wrong, a hundred thousand times over.
+"""Simulates the membership and commit protocol under faults, for a hundred thousand seeds.
 
-    run(1234)                                              one seed: the cases that it met, or Broken with its story
+    run(1234)                                              one seed: its cases, or InvariantViolated with its trace
     python -m shoal.testing.simulation --seed 1234 --trace that seed, event by event
     make simulate                                          a hundred thousand of them, and many of servers.py
 
-Every worker of the simulation runs the real `Member` (recovery/membership/protocol.py); clock, network, store,
-disk and the faults of all of them are played, and one seed decides everything.
+Every simulated worker runs the real `MemberState` (recovery/membership/protocol.py); clock, network, store, disk and
+faults are simulated, and the seed decides everything.
 
-    plan.py     what a seed stands for          world.py    clock, processes, network, disk
-    worker.py   the runtime's loop              store.py    views, leases, positions
-    driver.py   sees ends, starts others        faults.py   what goes wrong
-                                                laws.py     what must hold
+    scenario.py       what a seed decides             world.py        processes, network; clock.py: clock, disk
+    worker*.py        the runtime's loop              store.py        views, leases, positions
+    driver.py         replaces lost workers           faults.py       what goes wrong
+    simulated_run.py  one seed                        invariants.py   what must hold (docs/protocol.md)
 
-Parameter servers have a world of their own: servers.py, with its workers in peers.py and what one process comes to in
-truth.py; pushes.py, many over a bad line.
+Parameter servers have a simulation of their own: servers.py, with clients, scripts and a reference without faults;
+pushes.py sends very many over a lossy connection.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ from typing import Any
 
 from shoal.recovery.membership.protocol import MemberState
 from shoal.testing.simulation.invariants import InvariantViolated
-from shoal.testing.simulation.world import SimWorld
+from shoal.testing.simulation.simulated_run import SimRun
 
-__all__ = ["InvariantViolated", "SimWorld", "run"]
+__all__ = ["InvariantViolated", "SimRun", "run"]
 
 
 def run(seed: int, member: Callable[..., MemberState] = MemberState, **planned: Any) -> set[str]:
-    """The cases that a seed met. Raises Broken with the story of the seed if a law did not hold."""
+    """Returns the cases of a seed. Raises InvariantViolated with the seed's trace if an invariant does not hold."""
     try:
-        return SimWorld(seed, member, **planned).run()
+        return SimRun(seed, member, **planned).run()
     except InvariantViolated:
         pass
-    world = SimWorld(seed, member, trace=True, **planned)
+    world = SimRun(seed, member, trace=True, **planned)
     try:
         return world.run()
     except InvariantViolated as broken:

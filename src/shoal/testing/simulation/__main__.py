@@ -1,4 +1,4 @@
-"""python -m shoal.testing.simulation: many seeds on all cores, or one with its story. `make simulate` calls this."""
+"""python -m shoal.testing.simulation: runs many seeds on all cores, or one with its trace. `make simulate` uses it."""
 
 import argparse
 import multiprocessing
@@ -10,26 +10,26 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from shoal.testing.simulation import InvariantViolated, SimWorld, invariants, run
+from shoal.testing.simulation import InvariantViolated, SimRun, invariants, run
 
 CHUNK = 250
 
 
 def run_seeds(seeds: range, servers: bool) -> tuple[int, Counter[str], list[str]]:
-    """How many were run, how many met each case, and the stories of those that broke a law."""
-    met: Counter[str] = Counter()
-    stories = []
-    plays: Any = _servers().run if servers else run
+    """Returns the number of seeds, how many had each case, and the traces of seeds that broke an invariant."""
+    seen: Counter[str] = Counter()
+    failures = []
+    run_seed: Any = _servers().run if servers else run
     for seed in seeds:
         try:
-            met.update(plays(seed))
+            seen.update(run_seed(seed))
         except InvariantViolated as broken:
-            stories.append(str(broken))
-    return len(seeds), met, stories
+            failures.append(str(broken))
+    return len(seeds), seen, failures
 
 
 def _servers() -> Any:
-    """Needs torch, which the other one does not."""
+    """Imports torch, which only the servers' simulation needs."""
     import torch
 
     from shoal.testing.simulation import servers
@@ -46,45 +46,46 @@ def on_all_cores(first: int, seeds: int, servers: bool) -> Iterator[tuple[int, C
 
 def simulate_seeds(first: int, seeds: int, servers: bool) -> int:
     began = time.monotonic()
-    done, met, stories = 0, Counter[str](), list[str]()
+    done, seen, failures = 0, Counter[str](), list[str]()
     all_cases: tuple[str, ...] = _servers().CASES if servers else invariants.CASES
     for count, cases, broken in on_all_cores(first, seeds, servers):
         done += count
-        met += cases
-        stories += broken
+        seen += cases
+        failures += broken
         rate = done / (time.monotonic() - began)
-        line = f"{done:,} of {seeds:,} seeds, {rate:,.0f} a second, {len(stories)} broken"
+        line = f"{done:,} of {seeds:,} seeds, {rate:,.0f} a second, {len(failures)} broken"
         if sys.stdout.isatty():
             print(f"\r{line}", end="", flush=True)
         elif done * 10 // seeds > (done - count) * 10 // seeds:
             print(line, flush=True)
-        if len(stories) >= 5:
+        if len(failures) >= 5:
             break
-    print("\n\nseeds that met" if sys.stdout.isatty() else "\nseeds that met")
-    for case in sorted(all_cases, key=lambda case: -met[case]):
-        print(f"{met[case]:9,}  {case}")
-    for story in stories[:1]:
-        seed = story.removeprefix("seed ").partition(":")[0]
-        words = "--servers " if servers else ""
-        print(f"\n{story}\n\nreplay: python -m shoal.testing.simulation {words}--seed {seed} --trace")
-    never = [case for case in all_cases if not met[case]]
-    if not stories and done == seeds >= (10_000 if servers else 100_000) and never:
-        print(f"\nnever met, so nothing is proved about it: {'; '.join(never)}")
+    print("\n\nseeds with" if sys.stdout.isatty() else "\nseeds with")
+    for case in sorted(all_cases, key=lambda case: -seen[case]):
+        print(f"{seen[case]:9,}  {case}")
+    for failure in failures[:1]:
+        seed = failure.removeprefix("seed ").partition(":")[0]
+        flag = "--servers " if servers else ""
+        print(f"\n{failure}\n\nreplay: python -m shoal.testing.simulation {flag}--seed {seed} --trace")
+    never = [case for case in all_cases if not seen[case]]
+    if not failures and done == seeds >= (10_000 if servers else 100_000) and never:
+        print(f"\nno seed had these cases, so nothing is proved about them: {'; '.join(never)}")
         return 1
-    print(f"\n{len(stories)} of {done:,} seeds broke a law" if stories else f"\nevery law held in {done:,} seeds")
-    return 1 if stories else 0
+    summary = f"{len(failures)} of {done:,} seeds broke an invariant"
+    print(f"\n{summary}" if failures else f"\nevery invariant held in {done:,} seeds")
+    return 1 if failures else 0
 
 
 def replay_seed(seed: int, trace: bool, servers: bool) -> int:
-    world: Any = _servers().SimServersWorld(seed, trace=True) if servers else SimWorld(seed, trace=True)
+    world: Any = _servers().SimServersRun(seed, trace=True) if servers else SimRun(seed, trace=True)
     try:
-        met, verdict = world.run(), "every law held"
+        seen, verdict = world.run(), "every invariant held"
     except InvariantViolated as broken:
-        met, verdict = world.cases if servers else world.invariants.cases, f"broken: {broken}"
+        seen, verdict = world.cases if servers else world.invariants.cases, f"broken: {broken}"
     print(f"seed {seed}: {world.plan}")
     if trace:
         print("\n".join(world.trace or []))
-    print(f"met: {', '.join(sorted(met)) or 'nothing of note'}\n{verdict}")
+    print(f"cases: {', '.join(sorted(seen)) or 'none'}\n{verdict}")
     return 1 if verdict.startswith("broken") else 0
 
 
@@ -104,12 +105,14 @@ def pushes(number: int, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.testing.simulation", description=__doc__)
-    parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--trace", action="store_true", help="tell its story")
+    parser.add_argument("--seed", type=int, help="run this seed alone")
+    parser.add_argument("--trace", action="store_true", help="print its events")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=100_000, help="how many, from the first")
-    parser.add_argument("--servers", action="store_true", help="parameter servers, not the membership")
-    parser.add_argument("--pushes", type=int, metavar="N", help="so many over a bad line: the sum is exact")
+    parser.add_argument("--seeds", type=int, default=100_000, help="number of seeds, from the first")
+    parser.add_argument("--servers", action="store_true", help="simulate parameter servers, not membership")
+    parser.add_argument(
+        "--pushes", type=int, metavar="N", help="send N pushes over a lossy connection: the sum is exact"
+    )
     asked = parser.parse_args()
     if asked.pushes is not None:
         return pushes(asked.pushes, asked.seed or 0)

@@ -1,23 +1,20 @@
-"""What goes wrong: at times that the plan says, and in the middle of things."""
-
-from typing import TYPE_CHECKING
+"""Faults at times that the scenario sets, and at moments inside an operation."""
 
 from shoal.recovery.membership.protocol import WorkerId
+from shoal.testing.simulation.driver import start_driver
+from shoal.testing.simulation.process import SimMember
 from shoal.testing.simulation.scenario import AIMED_FAULTS
-from shoal.testing.simulation.worker import SimWorker
-
-if TYPE_CHECKING:
-    from shoal.testing.simulation.world import SimWorld
+from shoal.testing.simulation.world import SimWorld
 
 
 class SimFaults:
-    """Each kind of `plan.FAULTS` is a method."""
+    """Each kind of `scenario.FAULTS` is a method."""
 
-    def __init__(self, world: "SimWorld") -> None:
+    def __init__(self, world: SimWorld) -> None:
         self.world, self.random = world, world.random
 
-    def strikes(self, worker: SimWorker, moment: str, other: WorkerId | None) -> bool:
-        """Whether a fault hits a worker in the middle of something."""
+    def strikes(self, worker: SimMember, moment: str, other: WorkerId | None) -> bool:
+        """Whether a fault hits a worker at this moment of an operation."""
         plan = self.world.plan
         if not self.world.chance(plan.focuses if moment == plan.focus else plan.aims):
             return False
@@ -35,22 +32,22 @@ class SimFaults:
             self.world.break_connection(worker.member.generation, worker.who, other)
         return True
 
-    def _anybody(self) -> SimWorker | None:
+    def _random_worker(self) -> SimMember | None:
         living = self.world.living()
         return self.random.choice(living) if living else None
 
     def crash(self) -> None:
-        worker = self._anybody()
+        worker = self._random_worker()
         if worker is not None:
             self.world.end(worker, "crashed")
 
     def pause(self) -> None:
-        worker = self._anybody()
+        worker = self._random_worker()
         if worker is not None:
             self.world.pause(worker, self.random.uniform(0.2, 2.5))
 
     def apart(self) -> None:
-        """One worker cannot talk to another, or to anybody; maybe not to the store either."""
+        """Separates one worker from one or all others, and sometimes from the store."""
         living = self.world.living()
         if len(living) < 2:
             return
@@ -67,7 +64,7 @@ class SimFaults:
             one.storeless = self.world.now + self.random.uniform(0.2, 2.5)
 
     def storeless(self) -> None:
-        worker = self._anybody()
+        worker = self._random_worker()
         if worker is not None:
             self.world.log("%s cannot reach the store", worker.who)
             worker.storeless = self.world.now + self.random.uniform(0.3, 3.0)
@@ -101,10 +98,10 @@ class SimFaults:
     def _attach(self) -> None:
         if self.world.driver is None:
             self.world.log("another driver takes over")
-            self.world.new_driver()
+            start_driver(self.world)
 
     def leave(self) -> None:
-        worker = self._anybody()
+        worker = self._random_worker()
         if worker is not None:
             self.world.log("%s is asked to leave", worker.who)
             worker.leaving = True
@@ -118,7 +115,7 @@ class SimFaults:
             self.world.end(worker, "crashed")
 
     def heal(self) -> None:
-        """The end of all faults: whoever was stopped wakes up, and somebody looks after the run."""
+        """Ends all faults: paused workers wake up, and a driver watches the run."""
         self.world.log("all faults end")
         self.world.partitioned.clear()
         self._store_is_back()

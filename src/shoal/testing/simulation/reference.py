@@ -1,11 +1,11 @@
-"""What the workers of the servers' simulation compute in lockstep, and what one process comes to that never fails.
+"""The arithmetic of the servers' simulation in lockstep, and its result in one process without faults.
 
     sync    whole numbers for the table; rows of a sparse table and shares of a buffer that are no whole numbers, so
-            that the order of sums shows. All depend on what was learned before, and on what was pulled
-    local   every worker goes some steps alone; the mean of their ways is the gradient of the servers' optimizer
+            that the order of sums shows. All depend on earlier values, and on pulled rows
+    local   every worker does some steps alone; the mean of their progress is the gradient of the servers' optimizer
 
-Workers and truth call the same functions for a lane's numbers; sums, clipping, optimizers and tables are the servers'
-in the one case and written down plainly here in the other.
+Workers and reference call the same functions for a lane's numbers; sums, clipping, optimizers and tables are the
+servers' in one case and written out here in the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,9 +23,9 @@ from shoal.paramserver.messages import SparseSpec
 from shoal.paramserver.sparse_table import SparseTable
 
 LANES = 4
-ROUND_STEPS = 2  # steps of a round
+ROUND_STEPS = 2
 MAX_NORM = 1.5
-OUTER_OPTIMIZERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as serving.py has them
+OUTER_OPTIMIZERS: dict[str, tuple[str, dict[str, float | bool]]] = {  # as in worker/server_worker/optimizer_state.py
     "average": ("sgd", {"lr": 1.0}),
     "nesterov": ("momentum", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
 }
@@ -37,19 +37,19 @@ Gradient: TypeAlias = dict[int, Tensor]  # by row
 
 @dataclass(frozen=True)
 class ReferenceState:
-    """When so many steps are done."""
+    """The tables after a number of steps."""
 
     values: list[Tensor]  # by server
     buffer: Tensor
-    rows: Tensor  # of a table on one server, all that there can be
-    table_state: Mapping[str, Tensor]  # of that table: with the optimizer's state (SparseTable.capture)
+    rows: Tensor  # of a table on one server, all possible rows
+    table_state: Mapping[str, Tensor]  # of that table, with the optimizer's state (SparseTable.capture)
 
 
 # -- a lane -----------------------------------------------------------------------------------------------------------
 
 
 def learned_number(values: Sequence[Tensor]) -> int:
-    """Something that changes with every value."""
+    """A number that changes with every value."""
     return sum(int((shard * torch.arange(1, len(shard) + 1)).sum()) for shard in values)
 
 
@@ -61,7 +61,7 @@ def lane_gradient(values: Sequence[Tensor], step: int, lane: int) -> Tensor:
 
 
 def lane_rows(step: int, lane: int) -> list[int]:
-    """The rows that it looks up: some are other lanes' too, and some steps pass a server by."""
+    """The rows that a lane looks up: lanes share some, and some steps need no row of some server."""
     return sorted({step % ROWS.rows, (3 * step + 5 * lane) % ROWS.rows})
 
 
@@ -70,7 +70,7 @@ def row_gradient(values: Sequence[Tensor], lane: int, row: Tensor) -> Tensor:
 
 
 def buffer_share(values: Sequence[Tensor], buffer: Tensor, lane: int) -> Tensor:
-    """What a lane brings to the buffer."""
+    """A lane's share of the buffer."""
     return buffer * 0.1 + (learned_number(values) + lane) % 5 / 7
 
 
@@ -82,10 +82,10 @@ def next_buffer(buffer: Tensor, shares: Tensor) -> Tensor:
 
 
 def summed(lanes: Iterable[int], of: Callable[[int], T], plus: Callable[[T, T], T]) -> T:
-    """Of these lanes, a whole subtree of them, in the tree's order."""
-    parts: dict[Span, T | None] = {(lane, lane + 1): None for lane in range(LANES)}
-    parts.update({(lane, lane + 1): of(lane) for lane in lanes})
-    total = fold(LANES, parts, plus)
+    """Sums values of these lanes, a whole subtree, in the tree's order."""
+    slots: dict[Span, T | None] = {(lane, lane + 1): None for lane in range(LANES)}
+    slots.update({(lane, lane + 1): of(lane) for lane in lanes})
+    total = fold(LANES, slots, plus)
     assert total is not None
     return total
 
@@ -106,7 +106,7 @@ def sum_of_rows(values: Sequence[Tensor], step: int, lanes: Iterable[int], rows:
 
 
 def local_progress(values: Sequence[Tensor], number: int, worker: int) -> list[Tensor]:
-    """How far a worker comes in a round by itself, by server."""
+    """A worker's change of the values in a round by itself, by server."""
     now = list(values)
     for step in range(number * ROUND_STEPS, (number + 1) * ROUND_STEPS):
         gradient = lane_gradient(now, step, worker)
@@ -126,7 +126,7 @@ def mean(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def sync_truth(steps: int, shards: int, size: int, *, rows: bool, clips: bool) -> list[ReferenceState]:
-    """After 0, 1, 2, … steps."""
+    """States after 0, 1, 2, … steps."""
     table, every = SparseTable(ROWS), torch.arange(ROWS.rows)
     found = [ReferenceState([torch.zeros(size)] * shards, torch.zeros(size), table.pull(every), table.capture())]
     for step in range(steps):
@@ -159,9 +159,9 @@ def local_truth(rounds: int, shards: int, size: int, *, workers: int, outer: str
     found = [ReferenceState([torch.zeros(size)] * shards, torch.zeros(size), none, {})]
     for number in range(rounds):
         values, buffer = found[-1].values, found[-1].buffer
-        ways = [local_progress(values, number, worker) for worker in range(workers)]
+        progress = [local_progress(values, number, worker) for worker in range(workers)]
         for shard, parameter in enumerate(parameters):
-            total = fold(workers, {(each, each + 1): ways[each][shard] for each in range(workers)}, add)
+            total = fold(workers, {(each, each + 1): progress[each][shard] for each in range(workers)}, add)
             assert total is not None
             parameter.grad = total * (1 / workers)
         optimizer.step()

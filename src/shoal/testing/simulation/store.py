@@ -1,4 +1,4 @@
-"""The store: one process behind the network, which forgets nothing it has acknowledged."""
+"""The simulated store: one process that forgets nothing it has acknowledged."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from shoal.testing.simulation.scenario import LEASE_SECONDS
 
 @dataclass(slots=True)
 class SimReading:
-    """Everything, at one moment."""
+    """A consistent read of the store."""
 
     revision: int  # of the view
     seen: MembershipObservation
@@ -26,19 +26,16 @@ class SimStore:
         self.up = True
         self.view = EMPTY_VIEW
         self.revision = 0
-        self.written = 0.0  # when the view was
-        self.done = False  # somebody has committed the last step
+        self.written = 0.0  # when the view was written
+        self.done = False  # the last step is committed
         self.leases: dict[WorkerId, float] = {}  # until when
-        self.returned: dict[WorkerId, float] = {}  # when it was last granted one after a silence
-        self.positions: dict[WorkerId, MemberPosition] = {}  # of the view's epoch
+        self.returned: dict[WorkerId, float] = {}  # when a worker last got a lease after a silence
+        self.positions: dict[WorkerId, MemberPosition] = {}  # of the view's generation
 
     def reading(self, now: float) -> SimReading:
         self._expire(now)
-        return SimReading(
-            self.revision,
-            MembershipObservation(view=self.view, alive=tuple(self.leases), positions=dict(self.positions)),
-            self.done,
-        )
+        seen = MembershipObservation(view=self.view, alive=tuple(self.leases), positions=dict(self.positions))
+        return SimReading(self.revision, seen, self.done)
 
     def renew_lease(self, who: WorkerId, now: float) -> None:
         """Renews a worker's lease, or grants it a new one."""
@@ -52,7 +49,7 @@ class SimStore:
         self.positions.pop(who, None)
 
     def post_position(self, generation: int, position: MemberPosition, now: float) -> bool:
-        """A position goes with its worker's lease, and is of interest in its own epoch only."""
+        """Stores a position of a worker that has a lease, for the current generation only."""
         self._expire(now)
         fits = generation == self.view.generation and position.worker_id in self.leases
         if fits:
@@ -70,7 +67,7 @@ class SimStore:
         self.up = False
 
     def restart(self, now: float) -> None:
-        """Leases that ran when it went get their full time again."""
+        """Leases that were valid when the store stopped get their full time again."""
         self.up = True
         self.leases = dict.fromkeys(self.leases, now + LEASE_SECONDS)
 

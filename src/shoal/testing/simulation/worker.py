@@ -1,237 +1,39 @@
-"""A worker of the simulated run: the real `Member`, and around it the loop that the runtime runs (crew.py, run.py).
+"""A simulated worker: the real `MemberState`, in a loop like the runtime's (elastic_membership.py, trainer.py)."""
 
-Its main thread is a generator: it gives the seconds that it waits, and goes on when they are over or, where it listens,
-when something has arrived. Its beat is a chain of events of its own, as the runtime's is a thread of its own.
-"""
-
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
 
 from shoal.recovery.membership.protocol import (
     BoundaryChange,
     FormGroup,
     LeaveRun,
     MembershipView,
-    MemberState,
     PostPosition,
     ProposeView,
     RecoveryPlan,
     WorkerId,
     covers_model,
     model_shard_of,
-    newcomers,
 )
 from shoal.testing.simulation.invariants import Gradient, apply_step, gradient_of
-from shoal.testing.simulation.scenario import (
-    BEAT_SECONDS,
-    COLLECTIVE_SECONDS,
-    FORMING_SECONDS,
-    LANES,
-    PATIENCE_SECONDS,
-    STORE_SECONDS,
-)
+from shoal.testing.simulation.process import VOID
+from shoal.testing.simulation.scenario import COLLECTIVE_SECONDS, FORMING_SECONDS, LANES
 from shoal.testing.simulation.store import SimReading
+from shoal.testing.simulation.worker_threads import SimGroupFailed, SimStoreAway, SimThreads, Waits
+from shoal.testing.simulation.world import SimWorld
 
-if TYPE_CHECKING:
-    from shoal.testing.simulation.world import SimWorld
-
-Waits = Generator[float, None, None]
-Key = tuple[int, str, int]  # epoch, kind and step of a message
 CHANGE, LEAVE = 1, 2
-VOID = -1  # weights that are being written
 
 
-class SimGroupFailed(Exception):
-    """Something failed in the group."""
+def start_worker(world: SimWorld, number: int) -> None:
+    incarnation = max((who.incarnation + 1 for who in world.workers if who.worker == number), default=0)
+    worker = SimWorker(world, WorkerId(number, incarnation), host=number % world.plan.hosts)
+    world.workers[worker.who] = worker
+    world.log("%s starts", worker.who)
+    worker.start()
 
 
-class SimStoreAway(Exception):
-    """The store did not answer: what was asked may have happened or not."""
-
-
-class SimProcess:
-    """Something that can be stopped, woken and killed."""
-
-    def __init__(self, world: "SimWorld") -> None:
-        self.world = world
-        self.ended = ""  # how
-        self.paused = False
-        self.deferred: list[tuple[Any, tuple[Any, ...]]] = []  # what arrived meanwhile
-        self.storeless = 0.0  # until when it cannot reach the store
-
-
-class SimWorker(SimProcess):
-    def __init__(self, world: "SimWorld", who: WorkerId, host: int) -> None:
-        super().__init__(world)
-        self.who, self.host = who, host
-        self.parts, self.part = world.plan.parts, model_shard_of(who.worker, world.plan.parts)
-        self.member: MemberState = world.member(worker_id=who, model_shards=self.parts)
-        self.weights, self.steps = VOID, 0  # steps: how many the weights have seen
-        self.kept_gradient: Gradient = ()  # of the step in doubt
-        self.view: MembershipView | None = None  # of the group that was formed last
-        self.leaving = False  # it was asked to
-        self.inbox: dict[Key, dict[WorkerId, Any]] = {}
-        self.closed: set[tuple[int, WorkerId]] = set()  # connections, by epoch
-        self.dropped: set[tuple[int, WorkerId]] = set()  # those of them that ended without a word
-        self.exits: set[WorkerId] = set()  # processes of this host that are known to have ended
-        self.known: set[WorkerId] = set()  # whose lease it has seen
-        self.absent: dict[WorkerId, float] = {}
-        self.judge_after = 0.0  # before that, leases may be missing because the store was away
-        self.answered = 0.0  # when the store last did
-        self.alarm = ""
-        self.newcomers: list[WorkerId] = []  # wait to be let in
-        self.request_number, self.answer = 0, (0, None)  # requests to the store
-        self.listening = self.watching = False  # for whatever arrives; for a change in the store
-        self.timer_id = 0
-        self.main = self._run()
-
-    # -- being run ----------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self.heartbeat()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self.listening = self.watching = False
-        self.timer_id += 1
-        try:
-            seconds = next(self.main)
-        except StopIteration:
-            return
-        self.world.after(seconds, self, self._timer, self.timer_id)
-
-    def _timer(self, timer_id: int) -> None:
-        if timer_id == self.timer_id:
-            self._go_on()
-
-    def notify(self) -> None:
-        if self.listening:
-            self._go_on()
-
-    def _until(self, seconds: float) -> float:
-        self.listening = True
-        return seconds
-
-    def _fault_point(self, moment: str, other: WorkerId | None = None) -> Waits:
-        """A place where the world likes to strike; maybe the connection to another."""
-        if self.world.faults.strikes(self, moment, other):
-            yield 0.0
-
-    # -- the beat -----------------------------------------------------------------------------------------------------
-
-    def heartbeat(self) -> None:
-        self.world.heartbeat(self)
-        self.world.after(BEAT_SECONDS, self, self.heartbeat)
-
-    def on_store_reading(self, reading: SimReading) -> None:
-        """What the beat learns from the store."""
-        now = self.world.now
-        if now - self.answered > 2 * STORE_SECONDS:
-            self.judge_after = now + 2 * BEAT_SECONDS
-        self.answered = now
-        view, current = reading.seen.view, self.view
-        gone = self._gone(reading)
-        self.newcomers = newcomers(view, reading.seen.alive, gone)
-        if current is None or self.alarm:
-            return
-        lost = [who for who in current.members if who in gone]
-        if lost:
-            self.alarm = f"{lost[0]} {gone[lost[0]]}"
-        elif view.generation > current.generation and not (view.boundary and self.who in view.members):
-            self.alarm = f"epoch {view.generation} has begun"
-        if self.alarm:
-            self.notify()
-
-    def _gone(self, reading: SimReading) -> dict[WorkerId, str]:
-        now, alive = self.world.now, reading.seen.alive
-        self.known.update(alive)
-        found: dict[WorkerId, str] = {}
-        for who in reading.seen.view.members:
-            if who == self.who:
-                continue
-            if who in self.exits:
-                found[who] = "died"
-            elif self.world.plan.judges and (reading.seen.view.generation, who) in self.dropped:
-                found[who] = "closed its connection"
-            elif who in alive:
-                self.absent.pop(who, None)
-            elif now >= self.judge_after:
-                absent = now - self.absent.setdefault(who, now)
-                if who in self.known or absent > PATIENCE_SECONDS:
-                    found[who] = "is silent"
-        return found
-
-    # -- messages -----------------------------------------------------------------------------------------------------
-
-    def receive(self, key: Key, sender: WorkerId, body: Any) -> None:
-        if key[0] < self.member.generation:
-            if key[1] == "vote":
-                self.world.invariants.record_case("a vote came late")
-            return
-        self.inbox.setdefault(key, {})[sender] = body
-        self.notify()
-
-    def disconnected(self, generation: int, other: WorkerId, gave_up: bool) -> None:
-        """`gave_up`: the other end said so; otherwise it may be dead."""
-        if generation >= self.member.generation:
-            self.closed.add((generation, other))
-            if not gave_up:
-                self.dropped.add((generation, other))
-            self.notify()
-
-    def on_exit(self, who: WorkerId) -> None:
-        self.exits.add(who)
-        if self.view is not None and who in self.view.members and not self.alarm:
-            self.alarm = f"{who} died"
-        self.notify()
-
-    def _gather(self, kind: str, step: int, body: Any, seconds: float) -> Generator[float, None, dict[WorkerId, Any]]:
-        """Tells all, and waits until all have told."""
-        epoch, others = self.member.generation, self._others()
-        for other in others:
-            yield from self._fault_point("joining" if kind == "vote" and self.newcomers else kind, other)
-            self.world.send(self, other, (epoch, kind, step), body)
-        return (yield from self._await((epoch, kind, step), others, seconds))
-
-    def _await(
-        self, key: Key, senders: Sequence[WorkerId], seconds: float
-    ) -> Generator[float, None, dict[WorkerId, Any]]:
-        """If all has arrived and something has failed as well, either may be noticed first."""
-        world, epoch = self.world, key[0]
-        until = world.now + seconds
-        heard = self.inbox.setdefault(key, {})
-        while True:
-            trouble = self.alarm or (
-                self.closed and next((f"{who} is cut off" for who in senders if (epoch, who) in self.closed), "")
-            )
-            whole = len(heard) >= len(senders)
-            if whole and (not trouble or world.random.random() < 0.5):
-                return heard
-            if trouble or world.now >= until:
-                raise SimGroupFailed(f"{key[1]} of step {key[2]}: {trouble or 'takes too long'}")
-            yield self._until(until - world.now)
-
-    def _others(self) -> list[WorkerId]:
-        assert self.view is not None
-        return [who for who in self.view.members if who != self.who]
-
-    # -- the store ----------------------------------------------------------------------------------------------------
-
-    def on_store_reply(self, number: int, answer: Any) -> None:
-        self.answer = number, answer
-        self.notify()
-
-    def _ask(self, what: str, *arguments: Any) -> Generator[float, None, Any]:
-        self.request_number += 1
-        number, until = self.request_number, self.world.now + STORE_SECONDS
-        self.world.request_store(self, number, what, arguments)
-        while self.answer[0] != number:
-            if self.world.now >= until:
-                raise SimStoreAway
-            yield self._until(until - self.world.now)
-        return self.answer[1]
-
-    # -- membership ---------------------------------------------------------------------------------------------------
+class SimWorker(SimThreads):
+    kept_gradient: Gradient = ()  # of the step in doubt
 
     def _run(self) -> Waits:
         change: BoundaryChange | None = None
@@ -250,34 +52,36 @@ class SimWorker(SimProcess):
         self.world.close_connections(self, self.member.generation)
 
     def _enter(self, change: BoundaryChange | None) -> Waits:
-        """Does what the protocol says until a group stands."""
+        """Follows the protocol's decisions until a group is formed."""
         world = self.world
         while not self.ended:
             if change is not None and (self.alarm or self._cut_off()):
                 self._fails(f"at the boundary: {self.alarm or 'cut off'}")
                 change = None
             try:
-                reading: SimReading = yield from self._ask("read")
+                reading: SimReading = yield from self._request_store("read")
                 if reading.done and self._unneeded(reading.seen.view):
                     world.end(self, "is not needed any more")
                     return
                 action = self.member.decide(reading.seen, self._gone(reading), change)
                 match action:
                     case ProposeView(view):
-                        world.log("%s proposes epoch %d %s: %s", self.who, view.generation, view.members, view.reason)
+                        world.log(
+                            "%s proposes generation %d %s: %s", self.who, view.generation, view.members, view.reason
+                        )
                         yield from self._fault_point("propose")
-                        yield from self._ask("swap", view, reading.revision)
-                    case PostPosition(epoch, position):
-                        world.invariants.entered[self.who] = max(epoch, world.invariants.entered.get(self.who, 0))
+                        yield from self._request_store("swap", view, reading.revision)
+                    case PostPosition(generation, position):
+                        world.invariants.entered[self.who] = max(generation, world.invariants.entered.get(self.who, 0))
                         yield from self._fault_point("post")
-                        yield from self._ask("post", epoch, position)
-                    case FormGroup(settlement):
-                        yield from self._form(settlement)
+                        yield from self._request_store("post", generation, position)
+                    case FormGroup(recovery):
+                        yield from self._form(recovery)
                         return
                     case LeaveRun(_, lost):
                         members = reading.seen.view.members if world.store.view == reading.seen.view else ()
                         world.invariants.check_leave(self, reading.seen, lost, [world.workers[who] for who in members])
-                        if lost:  # it waits for what it is saving
+                        if lost:  # it finishes its checkpoint
                             yield world.random.uniform(0.0, 0.5)
                         world.end(self, "was left behind")
                         return
@@ -288,110 +92,110 @@ class SimWorker(SimProcess):
                 yield 0.05
 
     def _unneeded(self, view: MembershipView) -> bool:
-        """Outside; or inside with too few to begin, and nobody else will come."""
+        """Whether it is not a member; or a member of a group that is too small to begin and will not grow."""
         return self.who not in view.members or (
-            self.member.committed < 0 and not covers_model(view.members, self.parts)
+            self.member.committed < 0 and not covers_model(view.members, self.shards)
         )
 
     def _cut_off(self) -> bool:
         return any((self.member.generation, other) in self.closed for other in self._others())
 
-    def _form(self, settlement: RecoveryPlan) -> Waits:
-        world, member, view = self.world, self.member, settlement.view
-        world.on_group_formed(self, settlement)
-        member.group_forming(settlement)
+    def _form(self, recovery: RecoveryPlan) -> Waits:
+        world, member, view = self.world, self.member, recovery.view
+        world.on_group_formed(self, recovery)
+        member.group_forming(recovery)
         self.view, self.alarm = view, ""
-        self.inbox = {key: heard for key, heard in self.inbox.items() if key[0] >= view.generation}
+        self.inbox = {key: received for key, received in self.inbox.items() if key[0] >= view.generation}
         self.closed = {each for each in self.closed if each[0] >= view.generation}
         yield from self._gather("hello", 0, None, FORMING_SECONDS)
-        if self.who in settlement.behind:
-            yield from self._receive_state(settlement)
-        elif self.who in settlement.finishing:
+        if self.who in recovery.behind:
+            yield from self._receive_state(recovery)
+        elif self.who in recovery.finishing:
             self._apply()
             world.invariants.record_case("a step in doubt was finished")
         elif member.in_doubt:
             world.invariants.record_case("a step in doubt was done again")
-        member.group_formed(settlement)
-        world.log("%s stands in epoch %d at step %d", self.who, view.generation, settlement.step)
-        world.invariants.check_stand(self, settlement)
-        if settlement.fresh_start:
+        member.group_formed(recovery)
+        world.log("%s joins generation %d at step %d", self.who, view.generation, recovery.step)
+        world.invariants.check_stand(self, recovery)
+        if recovery.fresh_start:
             yield from self._begin(view)
-        elif settlement.receivers_of(self.who):
-            world.invariants.check_donor(self, settlement)
-            for other in settlement.receivers_of(self.who):
+        elif recovery.receivers_of(self.who):
+            world.invariants.check_donor(self, recovery)
+            for other in recovery.receivers_of(self.who):
                 world.send_state(self, other, view.generation, (self.weights, self.steps))
                 yield from self._fault_point("state")
 
-    def _receive_state(self, settlement: RecoveryPlan) -> Waits:
-        """State from the donor; it is written over what was there."""
-        donor = settlement.receives_from(self.who)
+    def _receive_state(self, recovery: RecoveryPlan) -> Waits:
+        """Overwrites the state with the donor's."""
+        donor = recovery.receives_from(self.who)
         assert donor is not None
         self.world.invariants.check_received(self, donor)
         self.weights = VOID
         yield from self._fault_point("take")
         try:
-            heard = yield from self._await((settlement.view.generation, "state", 0), [donor], COLLECTIVE_SECONDS)
+            received = yield from self._await((recovery.view.generation, "state", 0), [donor], COLLECTIVE_SECONDS)
         except SimGroupFailed:
             self.world.invariants.record_case("a donor was lost")
             raise
-        weights, steps = heard[donor]
+        weights, steps = received[donor]
         if weights == VOID:
             self.world.invariants.record_case("a state arrived changed")
             raise SimGroupFailed("the state arrived changed")
         self.weights, self.steps, self.member.can_donate = weights, steps, True
 
     def _begin(self, view: MembershipView) -> Waits:
-        """The leader says which checkpoint; all load it."""
-        world, leader, epoch = self.world, view.members[0], view.generation
+        """The leader chooses a checkpoint; all load it."""
+        world, leader, generation = self.world, view.members[0], view.generation
         if self.who == leader:
-            step = world.newest_checkpoint(self, view.restart)
+            step = world.disk.newest_checkpoint(self, view.restart)
             for other in self._others():
                 yield from self._fault_point("begin", other)
-                world.send(self, other, (epoch, "begin", 0), step)
+                world.send(self, other, (generation, "begin", 0), step)
         else:
-            step = (yield from self._await((epoch, "begin", 0), [leader], COLLECTIVE_SECONDS))[leader]
+            step = (yield from self._await((generation, "begin", 0), [leader], COLLECTIVE_SECONDS))[leader]
         yield world.random.uniform(0.01, 0.2)
-        self.weights, self.steps, self.member.can_donate = world.invariants.reference[step][self.part], step, True
+        self.weights, self.steps, self.member.can_donate = world.invariants.reference[step][self.shard], step, True
         self.member.start_at(step)
         yield from self._fault_point("begun")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _train(self) -> Generator[float, None, BoundaryChange | None]:
-        """Until the run is over, or its members change between two steps."""
+        """Trains until the run is over, or the members change between two steps."""
         world, member = self.world, self.member
         if not member.can_donate:
             yield from self._evaluate_alone()
         while member.committed < world.plan.last:
             asks = yield from self._step()
-            epoch = member.generation
+            generation = member.generation
             yield from self._after_step()
             leaving = [who for who, asked in asks.items() if asked & LEAVE]
-            if not covers_model([who for who in asks if who not in leaving], self.parts):
+            if not covers_model([who for who in asks if who not in leaving], self.shards):
                 leaving = []
             if self.who in leaving:
                 yield from self._leave()
                 return None
-            if any(asks.values()) and member.generation == epoch and member.committed < world.plan.last:
+            if any(asks.values()) and member.generation == generation and member.committed < world.plan.last:
                 yield from self._fault_point("boundary")
                 return BoundaryChange(leaving=leaving)
         world.invariants.check_weights(self, "finishes")
         while not self.ended:
             try:
-                yield from self._ask("done")
+                yield from self._request_store("done")
                 world.end(self, "finished")
             except SimStoreAway:
                 yield 0.1
         return None
 
     def _step(self) -> Generator[float, None, dict[WorkerId, int]]:
-        """Commits one step. Returns what everybody asked for."""
+        """Commits one step. Returns every member's requests."""
         world, member, view = self.world, self.member, self.view
         assert view is not None
         step = member.committed
         world.invariants.check_begin(self)
         yield world.random.uniform(0.03, 0.15)
-        mine = {(self.part, lane): gradient_of(self.weights, lane, step) for lane in self._lanes(view)}
+        mine = {(self.shard, lane): gradient_of(self.weights, lane, step) for lane in self._lanes(view)}
         waiting = any(who not in view.members for who in self.newcomers)
         asks = (CHANGE if waiting else 0) | (LEAVE if self.leaving else 0)
         offers = dict((yield from self._gather("offer", step, (asks, mine), COLLECTIVE_SECONDS)))
@@ -405,19 +209,21 @@ class SimWorker(SimProcess):
         member.commit()
         self._apply()
         world.on_commit(self, view)
-        yield from self._fault_point("met")
+        yield from self._fault_point("committed")
         return {who: asked for who, (asked, _) in sorted(offers.items())}
 
     def _lanes(self, view: MembershipView) -> range:
-        """Lanes are dealt to replicas, of one member for each part. Those left over have none, and follow."""
-        parts, laws = range(self.parts), self.world.invariants
-        by_part = [[who for who in view.members if model_shard_of(who.worker, self.parts) == part] for part in parts]
-        replicas = min(map(len, by_part))
-        if len(view.members) > replicas * self.parts:
+        """Lanes are assigned to replicas of one member for each shard. Other members have none, and follow."""
+        shards, laws = range(self.shards), self.world.invariants
+        by_shard = [
+            [who for who in view.members if model_shard_of(who.worker, self.shards) == shard] for shard in shards
+        ]
+        replicas = min(map(len, by_shard))
+        if len(view.members) > replicas * self.shards:
             laws.record_case("a replica was broken, and its mates stayed")
-        if any(len({own[number].worker // self.parts for own in by_part}) > 1 for number in range(replicas)):
+        if any(len({own[number].worker // self.shards for own in by_shard}) > 1 for number in range(replicas)):
             laws.record_case("two broken replicas made one")
-        own = by_part[self.part].index(self.who)
+        own = by_shard[self.shard].index(self.who)
         return range(own, LANES, replicas) if own < replicas else range(0)
 
     def _apply(self) -> None:
@@ -425,10 +231,10 @@ class SimWorker(SimProcess):
         self.steps += 1
 
     def _after_step(self) -> Waits:
-        """What the user's loop does after a step."""
+        """Saves and evaluates, as the user's loop does after a step."""
         world, step, plan = self.world, self.member.committed, self.world.plan
         if plan.saves and step % plan.saves == 0 and self._writes_checkpoint():
-            world.save(self)
+            world.disk.save(self)
             yield from self._fault_point("save")
         if plan.evaluates and step % plan.evaluates == 0:
             self.member.can_donate = False
@@ -437,9 +243,9 @@ class SimWorker(SimProcess):
             self.member.can_donate = True
 
     def _writes_checkpoint(self) -> bool:
-        """The first of each part writes that part of a checkpoint."""
+        """The first member of each shard writes that shard of a checkpoint."""
         members = () if self.view is None else self.view.members
-        return next((who for who in members if model_shard_of(who.worker, self.parts) == self.part), None) == self.who
+        return next((who for who in members if model_shard_of(who.worker, self.shards) == self.shard), None) == self.who
 
     def _evaluate_alone(self) -> Waits:
         self.world.invariants.record_case("an evaluation was interrupted")
@@ -447,12 +253,12 @@ class SimWorker(SimProcess):
         self.member.can_donate = True
 
     def _leave(self) -> Waits:
-        """Its step is done: it goes when the others have gone on without it."""
+        """Waits until the others have gone on without it."""
         world = self.world
         until = world.now + 1.0
         while world.now < until:
             try:
-                reading: SimReading = yield from self._ask("read")
+                reading: SimReading = yield from self._request_store("read")
                 if self.who not in reading.seen.view.members:
                     break
                 self.watching = True

@@ -246,9 +246,7 @@ class ServerWorker(TrainingState):
     def _on_notice(self, notice: ClientNotice) -> None:
         match notice:
             case ServerAwayNotice(shard, address, seconds):
-                self.emit(
-                    ServerOutage(time=time.time(), rank=self.worker, shard=shard, address=address, seconds=seconds)
-                )
+                self.emit(ServerOutage(rank=self.worker, shard=shard, address=address, seconds=seconds))
             case WritesLostNotice(shard, _, updates):
                 if updates and not self.sync_mode.lockstep:  # in lockstep they are done again
-                    self.emit(PushesLost(time=time.time(), rank=self.worker, shard=shard, number=updates))
+                    self.emit(PushesLost(rank=self.worker, shard=shard, number=updates))

@@ -80,7 +80,6 @@ def _serve(
         snapshot_seconds=snapshot_seconds,
     )
     started = ServerStarted(
-        time=time.time(),
         shard=number,
         shards=len(context.servers),
         pid=os.getpid(),
@@ -143,7 +142,6 @@ def make_optimizer(job: Job, sync_mode: SyncMode, named: list[tuple[str, nn.Para
 def server_event(shard: ParameterShard, meter: MemoryMeter, final: bool = False) -> ServerReported:
     counted = shard.stats()
     return ServerReported(
-        time=time.time(),
         shard=shard.shard,
         version=counted.version,
         updates=counted.updates,

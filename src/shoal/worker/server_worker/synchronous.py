@@ -304,11 +304,7 @@ class SyncServerWorker(ServerWorker):
         if self.step < before:
             self.stopped, self.resumable = None, False  # the run is not at its end any more
         event = ServersRolledBack(
-            time=time.time(),
-            rank=self.worker,
-            generation=self.client.generation,
-            step=self.step,
-            repeated=max(0, before - self.step),
+            rank=self.worker, generation=self.client.generation, step=self.step, repeated=max(0, before - self.step)
         )
         self.emit(event)
 
