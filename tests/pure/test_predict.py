@@ -231,7 +231,7 @@ def test_large_messages_reach_the_bandwidth_and_small_ones_the_latency() -> None
 
 
 def test_efficiency_depends_on_size_and_on_hosts() -> None:
-    """16 MB: 0.32 of the link on 2 hosts, 0.05 on 16; 1 GB: 0.92 and 0.76 (PLANNER.md)."""
+    """16 MB: 0.32 of the link on 2 hosts, 0.05 on 16; 1 GB: 0.92 and 0.76."""
     for hosts, size, share, within in ((2, 16e6, 0.32, 0.05), (16, 16e6, 0.05, 0.04), (2, 1e9, 0.92, 0.11),
                                        (16, 1e9, 0.76, 0.05)):  # fmt: skip
         n = 8 * hosts

@@ -66,7 +66,7 @@ def stop(folder: RunFolder) -> int:
         return _stop_server_run(folder, driver)
     with _store(folder) as store:
         state = _running(folder, store)
-        store.put("wish", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
+        store.put("request", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
         state = _wait_until(store, lambda state: not living_workers(state), "the workers to stop")
         return state.committed
 
@@ -86,7 +86,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
                 f"the run's driver is gone, so no worker can be started: the run has {len(state.view.members)} now",
                 fix=f"shoal attach {folder.path} takes its place; then scale",
             )
-        store.put("wish", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
+        store.put("request", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
         state = _wait_until(store, lambda state: len(state.view.members) == workers, f"{workers} workers to take part")
         return [who.worker for who in state.view.members]
 

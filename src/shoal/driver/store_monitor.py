@@ -96,7 +96,7 @@ class StoreMonitor:
             generation, reason = state.view.generation + 1, "resumed" if resumed else "the run begins"
             view = MembershipView(generation=generation, members=tuple(members), reason=reason, removed=removed)
             self.store.swap("view", msgspec.json.encode(view), state.view_revision)
-            self.store.put("wish", msgspec.json.encode(RunRequest()))
+            self.store.put("request", msgspec.json.encode(RunRequest()))
             self._claim()
         except StoreUnavailable as error:
             self.close(stop=False)
@@ -203,7 +203,7 @@ class StoreMonitor:
             if self.store.swap("view", msgspec.json.encode(view), state.view_revision) is not None:
                 self._removing.clear()
         if self._request is not None:
-            self.store.put("wish", msgspec.json.encode(self._request))
+            self.store.put("request", msgspec.json.encode(self._request))
             self._request = None
 
     def _update(self, state: MembershipState) -> None:

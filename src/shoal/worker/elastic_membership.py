@@ -188,14 +188,14 @@ class ElasticMembership:
 
     def fail_run(self, reason: str) -> None:
         with suppress(StoreUnavailable):
-            self._store.put("wish", msgspec.json.encode(RunRequest(stop=True, failed=reason)))
+            self._store.put("request", msgspec.json.encode(RunRequest(stop=True, failed=reason)))
 
     def stop_watching(self) -> None:
         self._watched = None
 
     def finish_run(self) -> None:
         with suppress(StoreUnavailable):
-            self._store.put("wish", msgspec.json.encode(RunRequest(done=True)))
+            self._store.put("request", msgspec.json.encode(RunRequest(done=True)))
 
     def close(self) -> None:
         self._watched = None

@@ -11,8 +11,8 @@ from shoal.report.events import Event, encode
 from shoal.report.run_sockets import connect
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
-UNDELIVERED = "unheard-"  # in the run's folder: events that workers wrote down while no driver listened
-STOP_WORD, ACK_WORD = b"stop", b"heard"  # from the driver
+UNDELIVERED = "undelivered-"  # in the run's folder: events that workers wrote down while no driver listened
+STOP_WORD, ACK_WORD = b"stop", b"ack"  # from the driver
 RECONNECT_SECONDS = 0.5
 
 

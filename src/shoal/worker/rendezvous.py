@@ -75,7 +75,7 @@ class GroupRendezvous:
         listener = socket.create_server((address, 0), backlog=128)
         port, listening = listener.getsockname()[1], listener.detach()
         self._torch_store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-        self.put_record(f"meeting/{view.generation}", f"{address}:{port}".encode())
+        self.put_record(f"rendezvous/{view.generation}", f"{address}:{port}".encode())
         return self._torch_store
 
     def _await_address(self, view: MembershipView, limit: timedelta) -> str:

@@ -67,12 +67,12 @@ class MembershipState:
         self.positions = {
             each.worker_id: each for each in (msgspec.json.decode(value, type=MemberPosition) for value in found)
         }
-        wish = entries.get("wish")
-        self.request = RunRequest() if wish is None else msgspec.json.decode(wish.value, type=RunRequest)
+        request = entries.get("request")
+        self.request = RunRequest() if request is None else msgspec.json.decode(request.value, type=RunRequest)
         why = entries.get("why")
         self.stacks_revision = 0 if why is None else why.revision
-        meeting = entries.get(f"meeting/{self.view.generation}")
-        self.rendezvous = None if meeting is None else meeting.value.decode()
+        rendezvous = entries.get(f"rendezvous/{self.view.generation}")
+        self.rendezvous = None if rendezvous is None else rendezvous.value.decode()
         committed = entries.get("committed")
         self.committed = 0 if committed is None else int(committed.value)
 

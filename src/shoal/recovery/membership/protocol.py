@@ -32,7 +32,7 @@ class WorkerId(msgspec.Struct, frozen=True, order=True):
     incarnation: int = 0
 
     def __str__(self) -> str:
-        return f"worker {self.worker}" if self.incarnation == 0 else f"worker {self.worker} (life {self.incarnation})"
+        return f"worker {self.worker}" + (f" (incarnation {self.incarnation})" if self.incarnation else "")
 
 
 class MembershipView(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,7 +305,7 @@ class MemberState:
         """A restart, which needs a member for every shard."""
         if not covers_model(members, self.model_shards):
             return WaitForStore()
-        reason = "nobody is left who has the state: back to the newest checkpoint"
+        reason = "no worker has the state: back to the newest checkpoint"
         out = [who for who in view.members if who not in members]
         return ProposeView(
             structs.replace(self._next_view(view, members, reason, out=out), restart=view.restart + 1, step=0)

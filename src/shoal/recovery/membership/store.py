@@ -11,8 +11,8 @@ and only changes of membership wait. <id> is a worker and its incarnation.
     committed                    number                 steps that are known to be committed
     alive/<id>                   WorkerProcess   lease  a process of the run
     position/<generation>/<id>   MemberPosition  lease  where a member was as that generation began
-    meeting/<generation>         address         lease  where the members of a generation connect to form their group
-    wish                         RunRequest             what the user has requested since: stop, a number of workers
+    rendezvous/<generation>      address         lease  where the members of a generation connect to form their group
+    request                      RunRequest             what the user has requested since: stop, a number of workers
     why                          number                 a request for the stacks of all workers; its revision rises
     where/<id>                   WorkerActivity  lease  the answer
     driver                       DriverRecord    lease  the process that watches the run
