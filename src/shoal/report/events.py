@@ -5,8 +5,12 @@ import time
 import msgspec
 
 
+def _now() -> float:
+    return time.time()
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    time: float = msgspec.field(default_factory=time.time)  # seconds since 1970
+    time: float = msgspec.field(default_factory=_now)  # seconds since 1970
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
