@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ KEPT_BY_TORCH = ("TORCH", "TRITON", "KINETO")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A caller such as `nohup`, or a shell that starts a job in the background, ignores signals; children inherit that.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     config.addinivalue_line("markers", "slow: takes more than 20 seconds on two cores")
     config.addinivalue_line("markers", "clean_heap: measures memory of forks, so it comes first")
 
