@@ -4,29 +4,46 @@ The job fixes the arithmetic; the cluster only fixes the speed.
 """
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 # Before torch runs its first kernel: after one matrix product it has no effect (docs/exact.md rule 7).
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
-from shoal.collectives import process_group
-from shoal.driver.launch import train
-from shoal.driver.result import Report
-from shoal.errors import InputError, RunError, ShoalError, Stopped
-from shoal.job.job import Job
-from shoal.parallel.plan import Plan
-from shoal.worker.join import join
-from shoal.worker.run import Run
-from shoal.worker.run_config import Checkpoint, Communication, Failure, Output, Parallel, RunConfig, Servers
-from shoal.worker.training_state import Batch
-from shoal.worker.values import Mirrored, PerWorker
+from shoal.collectives.registration import register
+from shoal.numerics.import_hooks import when_imported
 
 if TYPE_CHECKING:
+    from shoal.driver.launch import train
+    from shoal.driver.result import Report
+    from shoal.errors import InputError, RunError, ShoalError, Stopped
+    from shoal.job.job import Job
+    from shoal.parallel.plan import Plan
     from shoal.paramserver.embedding import Embedding
+    from shoal.worker.join import join
+    from shoal.worker.run import Run
+    from shoal.worker.run_config import Checkpoint, Communication, Failure, Output, Parallel, RunConfig, Servers
+    from shoal.worker.training_state import Batch
+    from shoal.worker.values import Mirrored, PerWorker
 
 __version__ = "0.2.0"
 
-process_group.register()  # torch.distributed now knows backend="shoal"
+when_imported("torch", register)  # torch.distributed then knows backend="shoal"
+
+_HOMES = {  # a module is imported with the first use of one of its names: torch alone takes a second
+    "driver.launch": ("train",),
+    "driver.result": ("Report",),
+    "errors": ("InputError", "RunError", "ShoalError", "Stopped"),
+    "job.job": ("Job",),
+    "parallel.plan": ("Plan",),
+    "paramserver.embedding": ("Embedding",),
+    "worker.join": ("join",),
+    "worker.run": ("Run",),
+    "worker.run_config": ("Checkpoint", "Communication", "Failure", "Output", "Parallel", "RunConfig", "Servers"),
+    "worker.training_state": ("Batch",),
+    "worker.values": ("Mirrored", "PerWorker"),
+}
 
 __all__ = [
     "Batch",
@@ -55,9 +72,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use what most programs do not use."""
-    if name == "Embedding":
-        from shoal.paramserver.embedding import Embedding
-
-        return Embedding
+    """A public name, or a room such as `shoal.testing`, imported on first use."""
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is not None:
+        value = getattr(import_module(f"{__name__}.{home}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -554,7 +554,7 @@ NEVER_DESTROYED = """
     import resource, sys, time
     from datetime import timedelta
     import torch, torch.distributed as dist
-    from shoal.collectives.process_group import register
+    from shoal.collectives.registration import register
 
     rank = int(sys.argv[1])
     register()

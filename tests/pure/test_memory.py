@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from shoal.errors import InputError, MemoryNeeded
-from shoal.worker.memory import (
-    MemoryEstimate,
-    estimate_memory,
-    is_out_of_memory,
-    parse_size,
-    return_freed_memory,
-    state_factor,
-)
+from shoal.report.human import parse_size
+from shoal.worker.memory import MemoryEstimate, estimate_memory, is_out_of_memory, return_freed_memory, state_factor
 
 pytestmark = pytest.mark.clean_heap
 MB = 10**6

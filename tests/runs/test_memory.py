@@ -10,7 +10,7 @@ import torch
 from helpers.command import in_child
 from shoal.errors import InputError, MemoryNeeded
 from shoal.numerics import kernels
-from shoal.worker.memory import MemoryMeter, MemoryEstimate, cap_memory, estimate_memory, is_out_of_memory, parse_size, return_freed_memory, state_factor
+from shoal.worker.memory import MemoryMeter, MemoryEstimate, cap_memory, estimate_memory, is_out_of_memory, return_freed_memory, state_factor
 
 
 pytestmark = pytest.mark.clean_heap

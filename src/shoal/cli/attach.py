@@ -8,7 +8,6 @@ from shoal.cli.report import print_report
 from shoal.driver.control import attach
 from shoal.report.run_folder import find_run
 
-TEXT = "take over a run whose driver is gone"
 EXAMPLE = "shoal attach 7f3a"
 
 

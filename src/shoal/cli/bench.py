@@ -12,8 +12,6 @@ from shoal.collectives.topology import LEVELS
 from shoal.driver.bench_collectives import BETWEEN, BenchResult, bench_collectives
 from shoal.planner.cluster import bandwidth_text, latency_text
 
-TEXT = "measure the links between workers, and hold predictions against the clock"
-
 EXAMPLE = "shoal bench collectives --workers 2,4"
 
 

@@ -17,8 +17,6 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan
 from shoal.worker.model_partition import ModelOutline, example_microbatch, make_outline
 
-TEXT = "a job's model as a row of blocks: parameters, costs, where a layout cuts"
-
 EXAMPLE = "shoal blocks examples/gpt.py --layout pipeline=2,tensor=2"
 
 

@@ -18,7 +18,6 @@ from shoal.errors import InputError
 from shoal.job.load import load_job
 from shoal.report.run_folder import RunFolder
 
-TEXT = "faults on purpose: does the run end with the hash of one without any?"
 SCHEDULED = {"every": "--every", "duration": "--for", "kinds": "--kinds", "fault_seed": "--fault-seed"}
 
 EXAMPLE = "shoal chaos digits.py --every 15s --for 5m --kinds kill,stop --fault-seed 1"

@@ -18,8 +18,6 @@ from shoal.planner.cluster import Cluster, bandwidth_text, latency_text
 from shoal.planner.cluster import cluster_text as toml_text
 from shoal.report import human
 
-TEXT = "this machine measured; a cluster drawn with its narrow places"
-
 EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 
 

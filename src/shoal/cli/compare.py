@@ -21,7 +21,6 @@ from shoal.report.compare_runs import ComparedRun, best, read_compared_run
 from shoal.report.run_folder import DEFAULT_ROOT, RunFolder, find_run
 from shoal.worker.run_config import RunConfig
 
-TEXT = "ways to keep workers in step, one run each; or finished runs: loss against time and steps"
 EXAMPLE = "shoal compare digits.py --sync sync,stale:3,async --workers 2"
 
 

@@ -15,7 +15,6 @@ from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of, workload_of_script
 from shoal.planner.trace_script import has_own_loop
 
-TEXT = "compute, memory and traffic of a job, before anything runs"
 EXAMPLE = "shoal estimate examples/gpt.py"
 
 

@@ -13,7 +13,7 @@ from shoal.errors import InputError
 from shoal.planner.cluster import ORDERS, Cluster, even_cluster, read_cluster
 
 IN_A_LAB = ("train", "run", "verify", "bench", "cluster")  # commands whose workers can run on a lab's hosts
-TEXT, EXAMPLE = "a cluster in a box: run a command on hosts with slow links between them", ""
+EXAMPLE = ""
 EXAMPLES = """\
 examples:
   shoal lab --racks 2 --hosts 2 --link "1 Gbit/s" --oversubscription 4

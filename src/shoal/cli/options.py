@@ -6,22 +6,17 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
-from shoal.driver.launch import isa_environment
-from shoal.driver.predict_run import PRESET
 from shoal.errors import InputError
-from shoal.job.job import Job
-from shoal.job.load import load_job
-from shoal.numerics.kernels import ISA_IN_FORCE
-from shoal.planner.calibration_runs import load_calibration
-from shoal.planner.cluster import Cluster, find_cluster, resize_cluster
-from shoal.planner.cluster.local_machine import this_machine
-from shoal.planner.cost.calibrate import apply_calibration
-from shoal.planner.cost.runtime import Runtime
 from shoal.report.human import plural
 from shoal.worker.run_config import AUTO, GROUPS, ConfigField, RunConfig, config_fields
+
+if TYPE_CHECKING:  # a command imports what it needs when it is carried out, so that `--help` is there at once
+    from shoal.job.job import Job
+    from shoal.planner.cluster import Cluster
+    from shoal.planner.cost.runtime import Runtime
 
 TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "days": 86400.0}
 AXES = {"data": "copies of the model", "pipeline": "stages of the model", "tensor": "slices of the model"}
@@ -38,9 +33,12 @@ def job_options(parser: CommandParser) -> None:
                         help="change the job: --set steps=50 (repeats)")  # fmt: skip
 
 
-def job_of(given: argparse.Namespace) -> Job:
+def job_of(given: argparse.Namespace) -> "Job":
     """The job to train. Executes the same command again where the job asks for an instruction set that is not in
     force: a process chooses it before its first kernel."""
+    from shoal.job.load import load_job
+    from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
+
     job = load_job(given.file, given.settings)
     if job.isa is not None and os.environ.get(ISA_IN_FORCE) != job.isa:
         if given.lab is not None:
@@ -136,7 +134,7 @@ def cluster_options(parser: CommandParser) -> None:
     rare_option(parser, "--racks", type=int, metavar="N", help="spread over so many racks (as it has)")
 
 
-def cluster_of(given: argparse.Namespace) -> Cluster:
+def cluster_of(given: argparse.Namespace) -> "Cluster":
     """The cluster of `--cluster` and `--hosts`; without `--cluster`, this machine with guessed speeds."""
     sizes = given.hosts or [None]
     if len(sizes) > 1:
@@ -146,7 +144,7 @@ def cluster_of(given: argparse.Namespace) -> Cluster:
     return _sized(given, sizes[0])
 
 
-def clusters_of(given: argparse.Namespace) -> list[Cluster]:
+def clusters_of(given: argparse.Namespace) -> "list[Cluster]":
     """One cluster for each number of `--hosts`."""
     return [_sized(given, hosts) for hosts in given.hosts or [None]]
 
@@ -161,7 +159,10 @@ def cluster_label(given: argparse.Namespace) -> str:
     return f"cluster: this machine, {cores}, speeds guessed (no --cluster; shoal cluster probe measures them)"
 
 
-def _sized(given: argparse.Namespace, hosts: int | None) -> Cluster:
+def _sized(given: argparse.Namespace, hosts: int | None) -> "Cluster":
+    from shoal.planner.cluster import find_cluster, resize_cluster
+    from shoal.planner.cluster.local_machine import this_machine
+
     racks = getattr(given, "racks", None)
     if given.cluster is not None:
         return find_cluster(given.cluster, hosts=hosts, racks=racks)
@@ -170,10 +171,14 @@ def _sized(given: argparse.Namespace, hosts: int | None) -> Cluster:
     return found if as_it_is else resize_cluster(found, 1 if hosts is None else hosts, racks=racks)
 
 
-def calibrated(given: argparse.Namespace, cluster: Cluster, runtime: Runtime) -> tuple[Cluster, Runtime]:
+def calibrated(given: argparse.Namespace, cluster: "Cluster", runtime: "Runtime") -> "tuple[Cluster, Runtime]":
     """Both as the runs of `--calibrate` correct them."""
     if not given.calibrate:
         return cluster, runtime
+    from shoal.driver.predict_run import PRESET
+    from shoal.planner.calibration_runs import load_calibration
+    from shoal.planner.cost.calibrate import apply_calibration
+
     return apply_calibration(cluster, runtime, load_calibration(given.calibrate, given.cluster or PRESET))
 
 

@@ -29,15 +29,13 @@ from shoal.planner.search.scaling_curve import scaling_curve
 from shoal.planner.search.search import OBJECTIVES, Candidate, PlanRanking, candidate_to_plan, search
 from shoal.planner.trace_job import workload_of
 from shoal.report import chart
-from shoal.worker.memory import parse_size
+from shoal.report.human import parse_size
 
 EXAMPLE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 2"
 CURVE = "shoal plan examples/gpt.py --cluster dgx-a100 --hosts 1,2,4,8 --plot curve.svg"
 WIDTH = 120
 WRAPPED: Any = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
 DEEP = 1000  # of the ranked that are looked through for different layouts
-
-TEXT = "the fastest ways to spread a job over a cluster that fit, and why"
 
 
 def arguments(parser: CommandParser) -> None:

@@ -26,7 +26,6 @@ from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_job import workload_of
 
-TEXT = "seconds and memory of one configuration, or of a table of them"
 EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
 

@@ -10,11 +10,9 @@ from rich.console import Console
 from shoal.cli.options import run_argument
 from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
-from shoal.planner.calibration_runs import load_calibration, write_calibration
 from shoal.report.closing_report import ClosingReport
 from shoal.report.run_folder import find_run
 
-TEXT = "the closing report of a run"
 EXAMPLE = "shoal report 7f3a"
 
 
@@ -27,6 +25,8 @@ def arguments(parser: CommandParser) -> None:
 def call(given: argparse.Namespace) -> int:
     folder = find_run(given.run)
     if given.calibration is not None:
+        from shoal.planner.calibration_runs import load_calibration, write_calibration
+
         found = load_calibration([str(folder.path)])
         write_calibration(given.calibration, found)
         print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")

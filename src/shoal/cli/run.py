@@ -6,11 +6,9 @@ from pathlib import Path
 from shoal.cli.options import config_options, run_config_of
 from shoal.cli.parser import CommandParser, rare_option
 from shoal.cli.report import print_report
-from shoal.driver.launch import run_with
 from shoal.errors import InputError
 from shoal.worker.run_config import AUTO
 
-TEXT = "start any torch.distributed script, or a loop with shoal.join"
 JOB_ONLY = ("layout", "schedule", "chunks", "recompute", "memory", "cluster", "calibrate", "sync")
 
 EXAMPLE = "shoal run train.py --workers 2 -- --lr 0.1"
@@ -26,6 +24,8 @@ def call(given: argparse.Namespace) -> int:
     if getattr(given, "plan", None) == AUTO:
         raise InputError("--plan auto: a script has no layout to choose", fix="shoal train FILE: a job has")
     config = run_config_of(given)
+    from shoal.driver.launch import run_with
+
     report = run_with(Path(given.script), given.script_arguments, config, launcher=given.lab and given.lab.launcher)
     if report.value["weights_sha256"] or given.json:
         print_report(report.value, given.json)

@@ -9,7 +9,6 @@ from shoal.cli.parser import CommandParser, print_json
 from shoal.report.closing_report import runs_table
 from shoal.report.run_folder import DEFAULT_ROOT, list_runs
 
-TEXT = "the runs in this folder"
 EXAMPLE = "shoal runs"
 
 

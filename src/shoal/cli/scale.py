@@ -8,8 +8,6 @@ from shoal.driver.control import scale
 from shoal.report.human import plural
 from shoal.report.run_folder import find_run
 
-TEXT = "more or fewer workers, from the next step on"
-
 EXAMPLE = "shoal scale 7f3a --workers 4"
 
 

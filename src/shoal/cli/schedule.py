@@ -21,8 +21,6 @@ from shoal.parallel.pipeline_schedule import (
 )
 from shoal.report.human import plural
 
-TEXT = "pipeline schedules as pictures: waiting, and activations held"
-
 EXAMPLE = "shoal schedule 1f1b --pipeline 4 --microbatches 8"
 
 

@@ -46,8 +46,6 @@ DEEP = 1000  # of the ranked ways of a job: looked through for one that can be r
 COPY = 10e9  # bytes a second: a device's state into its host's memory, which steps wait for
 DISK = 5e9  # bytes a second of a host: from there to where it outlives the host, beside the steps
 
-TEXT = "a plan played with a virtual clock: stragglers, failures, shared links"
-
 
 def arguments(parser: CommandParser) -> None:
     parser.add_argument("files", nargs="*", metavar="PLAN.json|FILE[:job]",

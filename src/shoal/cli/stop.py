@@ -7,7 +7,6 @@ from shoal.cli.parser import CommandParser, print_json
 from shoal.driver.control import stop
 from shoal.report.run_folder import find_run
 
-TEXT = "finish the step, save, stop"
 EXAMPLE = "shoal stop 7f3a"
 
 

@@ -1,18 +1,18 @@
 """`shoal train`: trains a job."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from shoal.cli.options import config_options, job_argument, job_of, run_config_of
 from shoal.cli.parser import CommandParser, print_json, rare_option
 from shoal.cli.report import print_report
-from shoal.driver.launch import train_with
-from shoal.driver.make_plan import PreparedJob, open_job
 from shoal.errors import InputError
-from shoal.job.job import Job
 from shoal.report.prediction_text import prediction_lines
 from shoal.worker.run_config import RunConfig
 
-TEXT = "train a job"
+if TYPE_CHECKING:
+    from shoal.job.job import Job
+
 EXAMPLE = """shoal train digits.py --workers 2 --set steps=50
          shoal train digits.py --workers 4 --servers 2 --sync stale:3"""
 
@@ -31,6 +31,8 @@ def call(given: argparse.Namespace) -> int:
         given.file = given.calibrate.pop()  # likewise
     if given.file is None:
         raise InputError("which job? a file is missing", fix="shoal train digits.py")
+    from shoal.driver.launch import train_with
+
     job = job_of(given)
     config = run_config_of(given)
     if given.dry_run:
@@ -41,7 +43,9 @@ def call(given: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(given: argparse.Namespace, job: Job, config: RunConfig) -> None:
+def _dry_run(given: argparse.Namespace, job: "Job", config: RunConfig) -> None:
+    from shoal.driver.make_plan import PreparedJob, open_job
+
     opened = open_job(job)
     with PreparedJob(opened, config, given.lab and given.lab.launcher) as prepared:
         prepared.choose_plan()

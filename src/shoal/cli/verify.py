@@ -24,7 +24,6 @@ from shoal.driver.verify import (
 from shoal.worker.model_partition import make_outline
 from shoal.worker.run_config import Servers
 
-TEXT = "prove that every placement gives one sha256"
 EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
 DEFAULT_STEPS = 20
 

@@ -10,7 +10,6 @@ from shoal.driver.control import why
 from shoal.report.run_folder import find_run
 from shoal.report.stacks import render
 
-TEXT = "who waits for whom, in which operation, at which line"
 EXAMPLE = "shoal why 7f3a"
 
 

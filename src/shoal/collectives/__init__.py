@@ -11,7 +11,7 @@ The standard collectives are torch.distributed's own with `backend="shoal"`. Thi
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.collectives.options import CommOptions
+from shoal.collectives.options import NAME, CommOptions
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -59,7 +59,7 @@ def open_shared_buffers(num_bytes: int, group: Any = None) -> "SharedBuffers | N
 def _shoal_group(group: Any) -> "ShoalProcessGroup":
     import torch.distributed as dist
 
-    from shoal.collectives.process_group import NAME, ShoalProcessGroup
+    from shoal.collectives.process_group import ShoalProcessGroup
 
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ShoalProcessGroup):

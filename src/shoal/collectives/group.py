@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.collectives.options import CommOptions
-from shoal.collectives.process_group import NAME, ShoalProcessGroup, register
+from shoal.collectives.options import NAME, CommOptions
+from shoal.collectives.process_group import ShoalProcessGroup
+from shoal.collectives.registration import register
 from shoal.collectives.shared_buffers import SharedBuffers, open_shared_buffers
 from shoal.collectives.stats import CommStats, single_host_stats
 from shoal.collectives.topology import RankPlace

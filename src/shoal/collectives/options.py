@@ -7,16 +7,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shoal.collectives.choose_algorithm import ALGORITHMS, unknown_algorithm
-from shoal.collectives.compression import MeteredCompressor, parse_compression
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
 from shoal.errors import InputError
 
+if TYPE_CHECKING:
+    from shoal.collectives.compression import MeteredCompressor
+
+NAME = "shoal"  # of the backend
 # Defaults of the cost model: the copies of a busy core, and ten gigabits per second, also between racks.
 DEFAULT_LINKS = {"memory": LinkSpeed(2e-5, 4e9), "host": LinkSpeed(1e-4, 1.1e9)}
 
@@ -68,7 +71,7 @@ def parse_links(text: str) -> dict[str, tuple[float, float]]:
 @dataclass
 class CommConfig:
     algorithm: str | None = None
-    compress: Mapping[str, MeteredCompressor] = field(default_factory=dict)
+    compress: "Mapping[str, MeteredCompressor]" = field(default_factory=dict)
     inexact: bool = False
     links: Mapping[str, LinkSpeed] = field(default_factory=lambda: DEFAULT_LINKS)
 
@@ -76,10 +79,9 @@ class CommConfig:
     def from_options(cls, options: CommOptions) -> "CommConfig":
         if options.algorithm and options.algorithm not in ALGORITHMS:
             raise unknown_algorithm(options.algorithm)
-        compressors = parse_compression(options.compress) if options.compress else {}
         return cls(
             algorithm=options.algorithm or None,
-            compress={level: MeteredCompressor(compressor) for level, compressor in compressors.items()},
+            compress=_compressors(options.compress) if options.compress else {},
             inexact=options.inexact or options.algorithm == "ring",
             links=DEFAULT_LINKS | {level: LinkSpeed(*speed) for level, speed in options.links.items()},
         )
@@ -99,6 +101,12 @@ class CommConfig:
         """The requested algorithm if it fits a collective of this shape; otherwise None."""
         misfits = {"tree": shape.get("own_pieces"), "halving": size & (size - 1), "ring": not self.inexact}
         return None if misfits.get(self.algorithm or "") else self.algorithm
+
+
+def _compressors(text: str) -> "dict[str, MeteredCompressor]":
+    from shoal.collectives.compression import MeteredCompressor, parse_compression
+
+    return {level: MeteredCompressor(compressor) for level, compressor in parse_compression(text).items()}
 
 
 def crossed_levels(places: Sequence[RankPlace]) -> set[Level]:

@@ -3,10 +3,11 @@
     dist.all_reduce(t) ──► ShoalProcessGroup.allreduce ──► WorkQueue (order) ──► CollectiveTransport (memory, messages)
 
 It subclasses `ProcessGroup`, since `Backend` cannot be subclassed in Python. Tensors on a GPU go to NCCL, which opens
-with the first one. `import shoal` registers the backend.
+with the first one. `registration.py` registers the backend.
 """
 
 import functools
+import os
 import sys
 import traceback
 import weakref
@@ -36,7 +37,7 @@ from shoal.collectives.arguments import (
 )
 from shoal.collectives.handshake import GroupMember, fresh_store
 from shoal.collectives.operation import CollectiveOp
-from shoal.collectives.options import CommOptions
+from shoal.collectives.options import NAME, CommOptions
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.transport import CollectiveTransport, TransportMessage, open_transport
 from shoal.collectives.work_handles import CombinedWork, MessageWork
@@ -44,23 +45,17 @@ from shoal.collectives.work_queue import CollectiveWork, WorkQueue
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 
-NAME = "shoal"
 _NO_LIMIT = timedelta(0)
 _open_groups: "weakref.WeakSet[ShoalProcessGroup]" = weakref.WeakSet()
+_leaving_processes: set[int] = set()  # those that leave their groups at their end
 
 
-def register() -> None:
-    """Registers `backend="shoal"` with torch.distributed, once."""
-    if not dist.is_available() or NAME in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    # Unlike atexit, this also runs in processes that multiprocessing starts.
-    Finalize(None, _leave_all, exitpriority=100)
-    _patch_monitored_barrier()
-
-
-def _create(options: Any, comm_options: Any) -> "ShoalProcessGroup":
-    return ShoalProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, comm_options)
+def _leave_at_exit(group: "ShoalProcessGroup") -> None:
+    _open_groups.add(group)
+    if os.getpid() not in _leaving_processes:
+        _leaving_processes.add(os.getpid())
+        # Unlike atexit, this also runs in processes that multiprocessing starts.
+        Finalize(None, _leave_all, exitpriority=100)
 
 
 def _leave_all() -> None:
@@ -73,21 +68,6 @@ def _leave_all() -> None:
                 text = "".join(traceback.format_exception_only(cause)).strip().splitlines()[-1]
                 group.transport.health.fail(PeerLost(f"{group.members[group.rank()]} ended with {text}"))
             group.shutdown()
-
-
-def _patch_monitored_barrier() -> None:
-    """Torch's function accepts only the backend gloo. The patched one calls a Shoal group's own barrier."""
-    original = dist.monitored_barrier
-
-    @functools.wraps(original)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        chosen = dist.group.WORLD if group is None else group
-        if isinstance(chosen, ShoalProcessGroup):
-            return chosen.monitored_barrier(timeout, wait_all_ranks)
-        return original(group, timeout, wait_all_ranks)
-
-    dist.monitored_barrier = monitored_barrier
-    dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
 def _route_by_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +104,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self.members: list[GroupMember]
         self.transport: CollectiveTransport
         self.members, self.transport = open_transport(store, rank, size, timeout, options)
-        _open_groups.add(self)
+        _leave_at_exit(self)
         self._queue = WorkQueue("shoal collectives", self._limit, self.transport.abandon)
         self._coalesced: list[Any] | None = None  # works since _start_coalescing
         self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # by operation, type and shape

@@ -14,7 +14,7 @@ from shoal.driver.make_plan import PreparedJob, open_job, plan_for, resolve_comm
 from shoal.driver.result import Report
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.job.job import Job
-from shoal.numerics.kernels import ISA_ENVIRONMENT, ISA_IN_FORCE
+from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
 from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
@@ -138,10 +138,6 @@ def check_isa(job: Job) -> None:
             f"isa={job.isa!r} must be in force before the first kernel of the process, and it is not",
             fix=f"`shoal train` does it by itself; for plain Python: {settings} python …",
         )
-
-
-def isa_environment(isa: str) -> dict[str, str]:
-    return ISA_ENVIRONMENT[isa] | {ISA_IN_FORCE: isa}
 
 
 def open_folder(config: RunConfig) -> RunFolder:

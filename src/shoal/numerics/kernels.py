@@ -28,6 +28,11 @@ ISA_ENVIRONMENT = {
 ISA_IN_FORCE = "SHOAL_ISA"  # the pinned level, for a re-executed driver and the fingerprint
 
 
+def isa_environment(isa: str) -> dict[str, str]:
+    """The variables with which a process uses this instruction set."""
+    return ISA_ENVIRONMENT[isa] | {ISA_IN_FORCE: isa}
+
+
 def configure(*, threads: int, exact: bool = True) -> None:
     """Sets threads, determinism and memory allocation of this process."""
     torch.set_num_threads(threads)

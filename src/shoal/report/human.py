@@ -1,10 +1,15 @@
-"""Formats numbers for the live view, the plain lines, the closing report and report.json."""
+"""Formats numbers for the live view, the plain lines, the closing report and report.json; reads sizes as people
+write them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.errors import InputError
+
 Report = Mapping[str, Any]  # report.json
 Row = tuple[str, str]  # of the closing report: label and text
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def clock(seconds: float) -> str:
@@ -103,3 +108,12 @@ def parts_that_add_up(parts: Mapping[str, float], digits: int) -> tuple[str, dic
 def rounded(number: float | None) -> float | None:
     """For JSON."""
     return None if number is None else round(number, 6)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 250MB, 1.5GB or 512MiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt]i?)?b?|bytes?)\s*", text.lower())
+    num_bytes = round(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    if num_bytes < 1:
+        raise InputError(f"{text!r} is no amount of memory", fix="such as 250MB, 1.5GB or 512MiB")
+    return num_bytes

@@ -7,7 +7,6 @@ two looks: it keeps the highest resident set since the last one, pages of files 
 
 import ctypes
 import math
-import re
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from shoal.errors import InputError, MemoryNeeded
+from shoal.errors import MemoryNeeded
 from shoal.report import human
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -116,17 +115,6 @@ def _small_stacks() -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that no memory was left."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt]i?)?b?|bytes?)\s*", text.lower())
-    num_bytes = round(float(found[1]) * UNITS[found[2] or ""]) if found else 0
-    if num_bytes < 1:
-        raise InputError(f"{text!r} is no amount of memory", fix="such as 250MB, 1.5GB or 512MiB")
-    return num_bytes
 
 
 # -- how much it must be ----------------------------------------------------------------------------------------------

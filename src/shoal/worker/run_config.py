@@ -20,7 +20,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import check_schedule_name
 from shoal.parallel.plan import Plan, read_plan
 from shoal.paramserver.sync_mode import EXAMPLES, SyncMode
-from shoal.worker.memory import parse_size
+from shoal.report.human import parse_size
 
 AUTO = "auto"  # of `plan`: the planner chooses; of `checkpoint`: the measured cost decides
 MOST_SERVERS = 256  # more are a typing mistake: every worker connects to every server
