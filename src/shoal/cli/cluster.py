@@ -4,19 +4,20 @@ import argparse
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shoal.cli import cluster_text
 from shoal.cli.options import cluster_of
 from shoal.cli.parser import CommandParser, command, print_json, rare_option
-from shoal.driver.probe_machine import ProbeResult, print_progress, probe, probe_launched, workers_of
-from shoal.driver.probe_machine import cluster_of as measured_cluster
 from shoal.errors import InputError
 from shoal.planner.cluster import Cluster, bandwidth_text, latency_text
 from shoal.planner.cluster import cluster_text as toml_text
 from shoal.report import human
+
+if TYPE_CHECKING:
+    from shoal.driver.probe_machine import ProbeResult
 
 EXAMPLE = "shoal cluster show dgx-a100 --hosts 4"
 
@@ -61,6 +62,8 @@ def call_show(given: argparse.Namespace) -> int:
 
 
 def call_probe(given: argparse.Namespace) -> int:
+    from shoal.driver import probe_machine
+
     path: Path = given.output
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     first = not launched or os.environ["RANK"] == "0"
@@ -70,13 +73,14 @@ def call_probe(given: argparse.Namespace) -> int:
         raise InputError(f"{path} cannot be written: there is no folder {path.parent}", fix="-o cluster.toml")
     began = time.monotonic()
     if launched:
-        found = probe_launched(quick=given.quick)
+        found = probe_machine.probe_launched(quick=given.quick)
         if found is None:
             return 0
     else:
-        workers = None if given.run is None else workers_of(given.run)
-        found = probe(quick=given.quick, lab=given.lab, workers=workers, progress=print_progress)
-    cluster = measured_cluster(found, given.lab.cluster if given.lab is not None else None)
+        workers = None if given.run is None else probe_machine.workers_of(given.run)
+        progress = probe_machine.print_progress
+        found = probe_machine.probe(quick=given.quick, lab=given.lab, workers=workers, progress=progress)
+    cluster = probe_machine.cluster_of(found, given.lab.cluster if given.lab is not None else None)
     path.write_text(toml_text(cluster), encoding="utf-8")
     if given.json:
         print_json({"file": str(path), **msgspec.to_builtins(found, str_keys=True)})
@@ -90,7 +94,7 @@ def _json(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
-def probe_text(found: ProbeResult, cluster: Cluster) -> str:
+def probe_text(found: "ProbeResult", cluster: Cluster) -> str:
     device = cluster.hosts[0].device
     assert device is not None
     lines = [f"{found.cores} core{'s' if found.cores > 1 else ''}, {human.size(found.memory)} of memory"]
@@ -121,7 +125,7 @@ def _is_product(name: str) -> bool:
     return name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith(("convolution", "_scaled_dot_product"))
 
 
-def _contention_lines(found: ProbeResult) -> list[str]:
+def _contention_lines(found: "ProbeResult") -> list[str]:
     alone, lines = found.contention[1], []
     for count, crowd in sorted(found.contention.items()):
         turns = max(1.0, count / found.cores)

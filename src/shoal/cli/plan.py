@@ -12,10 +12,7 @@ import msgspec
 from shoal.cli import options
 from shoal.cli import plan_text as show
 from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
-from shoal.driver.job_space import job_space, plan_refusal
-from shoal.driver.make_plan import open_job
 from shoal.errors import InputError
-from shoal.job.load import load_job
 from shoal.planner.cluster import Cluster
 from shoal.planner.cost.runtime import MEGATRON, SHOAL, SHOAL_CAPPED, Runtime
 from shoal.planner.cost.setup import SEARCHED_MODES
@@ -27,7 +24,6 @@ from shoal.planner.search.cheapest import CheapestPlans, cheapest_plans
 from shoal.planner.search.explain import explain, larger_batch, seconds_text
 from shoal.planner.search.scaling_curve import scaling_curve
 from shoal.planner.search.search import OBJECTIVES, Candidate, PlanRanking, candidate_to_plan, search
-from shoal.planner.trace_job import workload_of
 from shoal.report import chart
 from shoal.report.human import parse_size
 
@@ -159,6 +155,11 @@ def _shape_question(given: argparse.Namespace, memory: float | None) -> PlanQuer
 
 
 def _job_question(given: argparse.Namespace, memory: float | None) -> PlanQuery:
+    from shoal.driver.job_space import job_space, plan_refusal
+    from shoal.driver.make_plan import open_job
+    from shoal.job.load import load_job
+    from shoal.planner.trace_job import workload_of
+
     job = load_job(given.file, given.settings)
     opened = open_job(job)
 

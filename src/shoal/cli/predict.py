@@ -10,8 +10,6 @@ from shoal.cli import options
 from shoal.cli.parser import CommandParser, print_json
 from shoal.cli.predict_text import against_measured, text, value
 from shoal.errors import InputError
-from shoal.job.dataset import open_data
-from shoal.job.load import load_job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES, check_schedule_name, default_chunks
 from shoal.planner.cluster import Cluster
@@ -24,7 +22,6 @@ from shoal.planner.cost.setup import RECOMPUTE, Setup
 from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
 from shoal.planner.cost.transformer_shape import TransformerShape
 from shoal.planner.cost.workload import Workload
-from shoal.planner.trace_job import workload_of
 
 EXAMPLE = "shoal predict --table what-if.csv --cluster dgx-a100"
 
@@ -104,6 +101,10 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
 
 
 def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
+    from shoal.job.dataset import open_data
+    from shoal.job.load import load_job
+    from shoal.planner.trace_job import workload_of
+
     options.refuse_shape_flags(given)
     job = load_job(given.file, given.settings)
     work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))

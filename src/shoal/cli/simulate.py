@@ -13,11 +13,7 @@ import numpy as np
 from shoal.cli import options
 from shoal.cli import simulate_text as show
 from shoal.cli.parser import CommandParser, HelpAll, rare_option
-from shoal.driver.job_space import plan_refusal
-from shoal.driver.make_plan import open_job
-from shoal.driver.predict_run import setup_of
 from shoal.errors import InputError, PlanError
-from shoal.job.load import load_job
 from shoal.numerics.lanes import Span
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import check_schedule_name, default_chunks
@@ -36,7 +32,6 @@ from shoal.planner.simulate.servers import SimulatedServers, compare_modes
 from shoal.planner.simulate.step import SimulatedStep, simulate_step, simulate_stragglers
 from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
-from shoal.planner.trace_job import workload_of
 from shoal.recovery.checkpoint.policy import DAY
 from shoal.report import chart
 
@@ -167,6 +162,12 @@ def _request(given: argparse.Namespace, cluster: Cluster) -> SimulateRequest:
 
 
 def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cluster) -> SimulateRequest:
+    from shoal.driver.job_space import plan_refusal
+    from shoal.driver.make_plan import open_job
+    from shoal.driver.predict_run import setup_of
+    from shoal.job.load import load_job
+    from shoal.planner.trace_job import workload_of
+
     options.refuse_shape_flags(given)
     job = load_job(file, given.settings)
     opened = open_job(job)
