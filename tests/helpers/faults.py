@@ -99,6 +99,7 @@ class Here:
 
     crew: ElasticMembership | None = None
     step = -1  # the last one that it began
+    backward_pass = 0  # of that step
 
 
 def crew() -> ElasticMembership:
@@ -202,9 +203,11 @@ class Faults:
         worker: int | None = None,
         life: int | None = None,
         lane: int | None = None,
+        backward_pass: int | None = None,
         every_time: bool = False,
     ) -> None:
-        """`step`: the one at work, counted from 0, or the last one before. `lane`: at LANE."""
+        """`step`: the one at work, counted from 0, or the last one before. `lane`: at LANE. `backward_pass`: of several
+        for one batch, counted from 0."""
         self._count += not every_time
         mark = self._marks / f"{self._count} {place.name} {step} {worker} {life}"
         original = getattr(place.owner, place.name)
@@ -216,6 +219,8 @@ class Faults:
                 return False
             who = Here.crew.worker_id
             if not all(want in (None, found) for want, found in ((worker, who.worker), (life, who.incarnation))):
+                return False
+            if backward_pass not in (None, Here.backward_pass):
                 return False
             return step in (None, Here.step) and (every_time or self._first(mark))
 
@@ -248,9 +253,10 @@ class Faults:
         """Lets a worker know what it is and where it stands."""
         backward, made = Run.backward, ElasticMembership.__init__
 
-        def learned(run: Run, batch: Any, closure: Any) -> float:
+        def learned(run: Run, batch: Any, closure: Any, **more: Any) -> float:
+            Here.backward_pass = Here.backward_pass + 1 if Here.step == batch.step else 0
             Here.step = batch.step
-            return backward(run, batch, closure)
+            return backward(run, batch, closure, **more)
 
         def born(crew: ElasticMembership, *arguments: Any, **more: Any) -> None:
             made(crew, *arguments, **more)

@@ -17,13 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 
 # The purpose of a stream. Part of the arithmetic: changing a number changes every hash.
-ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP = range(6)
+ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP, PASS = range(7)
 
 
 def derive(*path: int) -> int:
     """A 63-bit seed from a path of integers; different paths give different streams."""
     packed = struct.pack(f"<{len(path)}q", *path)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def pass_seed(seed: int, number: int) -> int:
+    """The seed of one backward pass of a batch: the first has the run's, each further one streams of its own."""
+    return derive(seed, PASS, number) if number else seed
 
 
 def seed_torch(*path: int) -> None:

@@ -22,7 +22,7 @@ class SeededReplica(Protocol):
     """A replica, as this needs it."""
 
     model: nn.Module
-    seed: int
+    stream: int  # what its blocks are seeded from
 
     def seed_position(self, number: int) -> tuple[int, ...] | None: ...
 
@@ -95,7 +95,7 @@ class ActivationRecompute:
                 if name in buffers and not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])
         if place is not None:
-            seed_torch(self.replica.seed, DROPOUT, *place)
+            seed_torch(self.replica.stream, DROPOUT, *place)
         try:
             yield
         finally:

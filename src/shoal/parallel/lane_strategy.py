@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.collectives.group import WorkerGroup
 from shoal.numerics.lanes import Span, cut_batch
+from shoal.numerics.seeds import pass_seed
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, open_exchange
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.local_step import LocalStep
@@ -49,8 +50,8 @@ class LaneStrategy(ABC):
         self.needs_norm = setup.needs_norm
         self.gradient_count = len(self.replica.parameters)
         self.current_lane: int | None = None
-        self._exchange: GradientExchange | None = None
-        self._trained: list[int] = []
+        self._exchange: GradientExchange | None = None  # of the pass under way
+        self._exchanges: dict[str, tuple[list[int], GradientExchange]] = {}  # by optimizer: gradients stay in them
         self._row_width: int | None = None  # of the longest stats row, where they differ
         self._sharded_norm: ShardedNorm | None = None
 
@@ -87,13 +88,16 @@ class LaneStrategy(ABC):
     def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
         local = self._local_step(step_input, closure)
         began = time.perf_counter()
-        self.replica.clear_gradients()
-        self.replica.buffers.begin_step()
-        exchange = self._open_exchange()
-        try:
-            local.partial_sums = local.sum_lanes(exchange)
-        finally:
-            self.replica.stop_seeding()
+        which, replica = step_input.backward_pass, self.replica
+        replica.trained, replica.stream = which.parameters, pass_seed(replica.seed, which.draws_as)
+        replica.clear_gradients()
+        replica.buffers.begin_step()
+        with replica.frozen_others():
+            self._exchange = exchange = self._open_exchange(which.optimizer)
+            try:
+                local.partial_sums = local.sum_lanes(exchange)
+            finally:
+                replica.stop_seeding()
         self.current_lane = None
         local.record(request, time.perf_counter() - began)
         return local
@@ -158,10 +162,11 @@ class LaneStrategy(ABC):
         else:
             count = self.gradient_count
             with torch.no_grad():
-                for (_, parameter), gradient in zip(self.replica.parameters, reduced.sums[:count], strict=True):
+                for (name, parameter), gradient in zip(self.replica.parameters, reduced.sums[:count], strict=True):
                     if gradient is not None and reduced.scale != 1.0:
                         gradient.mul_(reduced.scale)
-                    parameter.grad = gradient
+                    if self.replica.trains(name):
+                        parameter.grad = gradient
             self.replica.buffers.commit(reduced.sums[count:], reduced.buffer_weights)
         seconds = reduced.result.reduce_seconds + reduced.commit_seconds + time.perf_counter() - began
         return replace(reduced.result, reduce_seconds=seconds)
@@ -174,6 +179,7 @@ class LaneStrategy(ABC):
     def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
         self.groups, self.assignment = groups, tuple(assignment)
         self._exchange = self._row_width = self._sharded_norm = None
+        self._exchanges.clear()
 
     # -- what differs by strategy -------------------------------------------------------------------------------------
 
@@ -181,18 +187,19 @@ class LaneStrategy(ABC):
     def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
         """How this worker runs its lanes."""
 
-    def _open_exchange(self) -> GradientExchange:
-        """Opens the exchange once, and again when a loop freezes or frees parameters: all workers do that in the same
-        step."""
+    def _open_exchange(self, optimizer: str) -> GradientExchange:
+        """Opens the exchange of an optimizer's passes once, and again when a loop freezes or frees parameters: all
+        workers do that in the same step."""
         trained = [index for index, (_, parameter) in enumerate(self.replica.parameters) if parameter.requires_grad]
-        if self._exchange is None or trained != self._trained:
-            self._trained = trained
+        known, exchange = self._exchanges.get(optimizer, (None, None))
+        if exchange is None or trained != known:
             count, starts = self.gradient_count, self.replica.buffers.start_values()
             tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
             buffers = [(count + index, start) for index, start in enumerate(starts)]
             group = self.groups.shard_group
-            self._exchange = open_exchange(group, self.lanes, self.assignment, tensors, count + len(starts), buffers)
-        return self._exchange
+            exchange = open_exchange(group, self.lanes, self.assignment, tensors, count + len(starts), buffers)
+            self._exchanges[optimizer] = trained, exchange
+        return exchange
 
     def _complete_shards(self, exchange: GradientExchange, sums: GradList) -> GradList:
         """Where the model is sharded: makes this shard's sums whole, and hands them to its followers."""

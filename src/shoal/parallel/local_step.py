@@ -105,7 +105,15 @@ class LocalStep:
         return values
 
     def run_microbatch(self, batch: Any, lane: int, number: int, samples: int) -> None:
-        self.weighted_loss(self.closure(batch), lane, samples).backward()
+        loss = self.weighted_loss(self.closure(batch), lane, samples)
+        which = self.step_input.backward_pass
+        if which.parameters is not None and not loss.requires_grad:
+            of = f"optimizer '{which.optimizer}'" if which.optimizer else "the optimizer"
+            raise JobError(
+                f"step {self.step_input.step}, lane {lane}: the loss does not depend on any parameter of {of}",
+                fix="run.backward(batch, closure, optimizer=…) with the optimizer of what the closure trains",
+            )
+        loss.backward()
 
     def take_gradients(self) -> GradList:
         """The gradients of the lane, one per parameter."""

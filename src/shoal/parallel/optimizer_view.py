@@ -8,7 +8,7 @@ Whatever the optimizer sees is also what is saved, handed over and hashed, apart
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +75,12 @@ class OptimizerView:
         if self.rows is not None and self.get_group is not None:
             all_gather_rows([each for _, each in held], self.get_group())
 
-    def clip(self, max_norm: float, norm: float | None, extra: Sequence[Tensor] = ()) -> float:
-        """`extra`: gradients of what is not in the model."""
-        gradients = [each.grad for each in self.optimizer_params.values() if each.grad is not None]
+    def clip(
+        self, max_norm: float, norm: float | None, extra: Sequence[Tensor] = (), only: Container[str] | None = None
+    ) -> float:
+        """`extra`: gradients of what is not in the model. `only`: the parameters whose gradients count."""
+        clipped = [each for name, each in self.optimizer_params.items() if only is None or name in only]
+        gradients = [each.grad for each in clipped if each.grad is not None]
         return clip_to_norm([*gradients, *extra], max_norm, norm)
 
 

@@ -4,7 +4,8 @@ docs/exact.md rules 4 (tied weights), 6 (alignment) and 14 (seeds) are kept here
 activation_checkpoint.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class ModelReplica:
         self.model = model
         self.blocks = blocks
         self.seed = seed
+        self.stream = seed  # what blocks are seeded from: the run's seed, or that of a further pass of a batch
+        self.trained: frozenset[str] | None = None  # parameters of the pass under way; None: all
         self.parameter_order = [name for name, _ in model.named_parameters()]
         self.parameters = [(name, each) for name, each in model.named_parameters() if not each.is_meta]
         self.slices, self.shapes = slices or {}, shapes or {}
@@ -60,7 +63,7 @@ class ModelReplica:
             if self._position is not None:
                 call = self._calls.get(number, 0)  # a block used twice draws from two streams
                 self._calls[number] = call + 1
-                seed_torch(self.seed, DROPOUT, *self._position, number, call)
+                seed_torch(self.stream, DROPOUT, *self._position, number, call)
 
         return hook
 
@@ -71,7 +74,7 @@ class ModelReplica:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             place = self.seed_position(number)
             if place is not None:
-                seed_torch(self.seed, DROPOUT, *place, 1)
+                seed_torch(self.stream, DROPOUT, *place, 1)
             if isinstance(output, Tensor):
                 return _edge(output)
             return tree_map(lambda leaf: _edge(leaf) if isinstance(leaf, Tensor) else leaf, output)
@@ -84,9 +87,9 @@ class ModelReplica:
         self._position = (step, lane, microbatch)
         self._calls.clear()
         if after is not None:
-            seed_torch(self.seed, DROPOUT, step, lane, microbatch, *after, 1)
+            seed_torch(self.stream, DROPOUT, step, lane, microbatch, *after, 1)
         else:
-            seed_torch(self.seed, DROPOUT, step, lane, microbatch, 0, 0)
+            seed_torch(self.stream, DROPOUT, step, lane, microbatch, 0, 0)
 
     def stop_seeding(self) -> None:
         """Blocks leave the generator alone again (evaluation, the user's own calls)."""
@@ -108,14 +111,32 @@ class ModelReplica:
         """The same, with a name that each one has in its block."""
         return self._names_of_leaves.get(name) or [(parameter, name)]
 
+    def trains(self, name: str) -> bool:
+        """Whether the pass under way finds a gradient for this parameter. Those of the others stay as they are."""
+        return self.trained is None or name in self.trained
+
+    @contextmanager
+    def frozen_others(self) -> Iterator[None]:
+        """Parameters that the pass under way does not train need no gradient meanwhile."""
+        others = [(name, parameter) for name, parameter in self.parameters if not self.trains(name)]
+        frozen = [leaf for name, parameter in others for leaf in self.leaves(name, parameter) if leaf.requires_grad]
+        for leaf in frozen:
+            leaf.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for leaf in frozen:
+                leaf.requires_grad_(True)
+
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters:
-            for leaf in self.leaves(name, parameter):
-                leaf.grad = None
+            if self.trains(name):
+                for leaf in self.leaves(name, parameter):
+                    leaf.grad = None
 
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
-        leaves = [(name, self.leaves(name, parameter)) for name, parameter in self.parameters]
+        leaves = [(name, self.leaves(name, each) if self.trains(name) else ()) for name, each in self.parameters]
         return [sum_tied([take_grad(leaf, name) for leaf in each]) for name, each in leaves]
 
     def close(self) -> None:

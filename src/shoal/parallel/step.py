@@ -20,6 +20,16 @@ Closure = Callable[[Any], Any]  # a microbatch -> its loss: a scalar mean, or (s
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackwardPass:
+    """One backward pass of a batch. A step has one; in a loop with several optimizers, as many as the loop has."""
+
+    number: int = 0
+    optimizer: str = ""  # its name; empty: a run with one optimizer, or a pass for all of them
+    parameters: frozenset[str] | None = None  # whose gradient it finds; None: all
+    draws_as: int = 0  # the number of the pass whose random numbers it draws
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepInput:
     """Which samples a step sees, and how to fetch some of them."""
 
@@ -27,6 +37,7 @@ class StepInput:
     indices: Sequence[int]
     batch_size: int  # of a full step
     fetch: Callable[[Sequence[int]], Any]
+    backward_pass: BackwardPass = BackwardPass()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,9 +228,8 @@ class ShardedParallel(LaneStrategy):
     def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
         return ShardedLocalStep(self, step_input, closure)
 
-    def _open_exchange(self) -> GradientExchange:
-        self._exchange = _ShardedExchange(self)
-        return self._exchange
+    def _open_exchange(self, optimizer: str) -> GradientExchange:
+        return _ShardedExchange(self)
 
     def drop(self) -> None:
         super().drop()

@@ -81,6 +81,7 @@ class StepsCommitted(Event, frozen=True, kw_only=True, tag="steps-committed"):
     samples: int  # of the global batches, not of this worker alone
     epoch: int
     loss: float | None  # None: not finite
+    losses: dict[str, float | None] = {}  # of a loop with several optimizers, by their names
     lanes: tuple[int, int]  # of this worker: first, past the last
     spent: TimeSpent
     lost_seconds: float = 0.0  # beside `spent`: dropped steps, new groups

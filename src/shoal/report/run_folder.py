@@ -244,6 +244,7 @@ def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
             "time": event.time,
             "loss": event.loss,
             "learning_rate": event.learning_rate,
+            **({"losses": event.losses} if event.losses else {}),
             "samples_per_second": event.samples / seconds if seconds else None,
         }
     if isinstance(event, ModelEvaluated):

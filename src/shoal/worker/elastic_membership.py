@@ -112,8 +112,8 @@ class ElasticMembership:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def vote(self) -> None:
-        self.member.vote()
+    def vote(self, further: bool = False) -> None:
+        self.member.vote(further)
 
     def commit(self) -> None:
         self.member.commit()

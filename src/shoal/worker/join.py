@@ -22,6 +22,7 @@ from shoal.parallel.plan import make_plan
 from shoal.report.atomic_write import write_json
 from shoal.worker.build_model import whole_model
 from shoal.worker.context import current_context
+from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers, SchedulerGroup
 from shoal.worker.run import Run
 from shoal.worker.training_state import TrainingSetup
 
@@ -29,8 +30,8 @@ _joined: tuple[int, Run] | None = None  # the process that joined, and its run: 
 
 
 def join(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
     loader: DataLoader[Any],
     *,
     scheduler: Any = None,
@@ -47,11 +48,14 @@ def join(
 ) -> Run:
     """Joins this process to its run: `shoal run train.py --workers 4`, torchrun, or alone with plain `python`.
 
+    model, optimizer, scheduler   one, or several by name: {"generator": g, "discriminator": d}; then each backward
+               pass names its optimizer: run.backward(batch, closure, optimizer=d_opt)
     loader     read for its data set, order, collate function and batch size, which is the global one
     state      more to save and restore: objects with state_dict, tensors, or dicts and lists of plain values
     run_dir, resume   only when started alone; `shoal run` has flags for both
     """
     global _joined
+    model, optimizers = as_one_model(model), as_named(optimizer)
     context = current_context(Path(run_dir) if run_dir is not None else None, resume)
     kernels.configure(threads=threads, exact=context.config.exact)
     source = open_data(loader, seed=seed)
@@ -80,17 +84,20 @@ def join(
         has = f"the script has {checked.lane_count} on {context.size}"
         raise JobError(f"the plan is for {plan.lanes} lanes on {plan.workers} workers; {has}")
     membership = context.membership()
+    built = whole_model(model, find_blocks(model, blocks))
+    LoopOptimizers(optimizers, built.update.optimizer_params).check_parameters()
     arithmetic = checked.arithmetic() | {
-        "optimizer": type(optimizer).__qualname__,
-        "scheduler": None if scheduler is None else type(scheduler).__qualname__,
+        "optimizer": kinds_of(optimizer),
+        "scheduler": kinds_of(scheduler),
         "loss": None,
         "model": describe(model),
     }
     arithmetic |= source.arithmetic(schedule)
     setup = TrainingSetup(
-        built=whole_model(model, find_blocks(model, blocks)),
-        optimizer=optimizer,
-        scheduler=scheduler,
+        built=built,
+        optimizer=optimizers[min(optimizers)],
+        optimizers=optimizers if isinstance(optimizer, Mapping) else {},
+        scheduler=SchedulerGroup(scheduler) if isinstance(scheduler, Mapping) else scheduler,
         source=source,
         schedule=schedule,
         microbatches=microbatches,
@@ -108,6 +115,36 @@ def join(
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
+
+
+def as_one_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
+    """Several models as one, whose tensors have the model's name before their own."""
+    if not isinstance(model, Mapping):
+        return model
+    try:
+        return nn.ModuleDict(model)
+    except (KeyError, TypeError) as error:
+        raise JobError(
+            f"shoal.join: the models {', '.join(map(repr, model))} cannot be named so: {error}",
+            fix='names of letters, each with a torch.nn.Module: {"generator": g, "discriminator": d}',
+        ) from error
+
+
+def as_named(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    if isinstance(optimizer, Mapping):
+        if not optimizer or not all(isinstance(each, Optimizer) for each in optimizer.values()):
+            raise JobError(
+                "shoal.join: the second argument is an optimizer, or several by name", fix='{"g": g_opt, "d": d_opt}'
+            )
+        return dict(optimizer)
+    return {NAME_OF_ONE: optimizer}
+
+
+def kinds_of(given: Any) -> Any:
+    """The class of an optimizer or scheduler, or of each of several."""
+    if isinstance(given, Mapping):
+        return {name: type(each).__qualname__ for name, each in sorted(given.items())}
+    return None if given is None else type(given).__qualname__
 
 
 def as_job(model: nn.Module, source: DataSource, **given: Any) -> Job:

@@ -58,16 +58,17 @@ class RunMembership(Protocol):
         """This worker was behind, and has the state now."""
         return
 
-    def vote(self) -> None:
-        """This worker has reduced the step: it holds the sums until it knows whether the step is committed."""
+    def vote(self, further: bool = False) -> None:
+        """This worker has reduced the step: it holds the sums until it knows whether the step is committed. `further`:
+        another backward pass of a step that is committed already."""
         return
 
     def commit(self) -> None:
-        """All members have reduced the step."""
+        """All members have reduced what this worker has voted for."""
         return
 
     def drop(self) -> None:
-        """The step is computed again."""
+        """The step or pass is computed again."""
         return
 
     def set_busy(self, busy: bool) -> None:

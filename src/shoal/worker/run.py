@@ -4,8 +4,12 @@ for epoch in run.epochs(10):                   resumes where it stopped
     for batch in run.batches():                one item is one update, on any number of workers
         loss = run.backward(batch, closure)    committed: the reduced gradient is in .grad on every worker
         optimizer.step(); optimizer.zero_grad()
+
+A loop with several optimizers has a backward pass for each: `run.backward(batch, closure, optimizer=d_opt)`. The first
+one commits the step; each is reduced and committed for itself, and the step counts when the batch is over.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,18 +17,20 @@ from typing import Any
 
 import torch
 from msgspec import structs
+from torch.optim import Optimizer
 
 from shoal.collectives.stats import CommStats
 from shoal.errors import JobError, PeerLost
 from shoal.job.dataset import DataSource, open_data
 from shoal.numerics.digest import quick_digest
 from shoal.numerics.lanes import find_stragglers, reassign_lanes
-from shoal.numerics.seeds import LOOP, seed_everything
+from shoal.numerics.seeds import LOOP, pass_seed, seed_everything
 from shoal.parallel.plan import Plan
-from shoal.parallel.step import Closure, ReducedStep, StepInput, StepResult
+from shoal.parallel.step import BackwardPass, Closure, ReducedStep, StepInput, StepResult
 from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import MIN_SPEEDUP
+from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers
 from shoal.worker.membership import ModelShardLost, RunCompleted, RunMembership
 from shoal.worker.recover import RunRecovery
 from shoal.worker.requests import EVICT, LEAVE, SAVE
@@ -35,11 +41,12 @@ from shoal.worker.training_state import Batch, TrainingSetup
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A step whose gradient is in `.grad`, until its update is applied."""
+    """A step whose gradient is in `.grad`, until its update is applied. Of several passes, the last one's values."""
 
     batch: Batch
     result: StepResult
     generation: int  # the membership generation of its requests
+    last_pass: BackwardPass
 
 
 class Run(RunState):
@@ -48,6 +55,9 @@ class Run(RunState):
         self.evaluation_seconds = 0.0
         self._batch: Batch | None = None  # of the step under way
         self._committed: CommittedStep | None = None
+        self._optimizers = LoopOptimizers(
+            setup.optimizers or {NAME_OF_ONE: setup.optimizer}, self.update.optimizer_params
+        )
         self._step_began = 0.0
         self._evicted = False  # too slow: requests to leave
         self._recovery = RunRecovery(self)
@@ -100,36 +110,55 @@ class Run(RunState):
         self._batch = Batch(step=self.step, epoch=self.epoch, indices=indices)
         return self._batch
 
-    def backward(self, batch: Batch, closure: Closure) -> float:
+    def backward(
+        self, batch: Batch, closure: Closure, *, optimizer: Optimizer | str | None = None, same_noise: bool = False
+    ) -> float:
         """Computes the gradient of one global batch into `.grad` on every worker, and returns its loss.
 
-        The closure gets microbatches and must be repeatable: it may be called any number of times.
+        The closure gets microbatches and must be repeatable: it may be called any number of times. `optimizer`: one of
+        those given to `shoal.join`, or its name: only its parameters get a gradient, and a batch may have any number
+        of such passes. A further pass draws other random numbers than the first, with `same_noise` the same.
         """
-        if self._committed is not None:
-            message = "run.backward was called twice for one batch"
-            raise JobError(message, fix="one run.backward per item of run.batches()")
-        self._step_began = time.perf_counter()
-        self.timer.begin()
-        generation, result = self._step(self.step_input(batch), closure)
-        self.check_finite(batch.step, result)
-        self._committed = CommittedStep(batch, result, generation)
+        which = self._next_pass(optimizer, same_noise)
+        if which.number:
+            self.timer.pause()
+            self.membership.set_busy(True)  # until the batch is over the state is between two steps
+        else:
+            self._step_began = time.perf_counter()
+            self.losses = {}
+            self.timer.begin()
+        generation, result = self._step(self.step_input(batch, which), closure)
+        self.check_finite(batch.step, result, which)
+        self._committed = CommittedStep(batch, result, generation, which)
         self.commit_generation = generation
         self.update.before_step()
+        if which.optimizer:
+            self.losses[which.optimizer] = result.loss if math.isfinite(result.loss) else None
         # What the loop draws from here on (noise on gradients, a coin) is the same on every worker.
-        seed_everything(self.replica.seed, LOOP, batch.step)
+        seed_everything(pass_seed(self.replica.seed, which.number), LOOP, batch.step)
         self.timer.committed(result)
         return result.loss
 
+    def _next_pass(self, optimizer: Optimizer | str | None, same_noise: bool) -> BackwardPass:
+        before = None if self._committed is None else self._committed.last_pass
+        if before is not None and (optimizer is None or before.parameters is None):
+            raise JobError(
+                "run.backward was called twice for one batch",
+                fix="one run.backward per item of run.batches(), or one for each optimizer:"
+                " run.backward(batch, closure, optimizer=d_opt)",
+            )
+        return self._optimizers.backward_pass(0 if before is None else before.number + 1, optimizer, same_noise)
+
     def _step(self, step_input: StepInput, closure: Closure) -> tuple[int, StepResult]:
-        """One step until it is committed (parallel/strategy.py): one that loses a worker is computed again by those
-        that are left, with the same bits. Returns the membership generation of its requests, and its result."""
+        """One step or pass until it is committed (parallel/strategy.py): if a worker is lost, those that are left
+        compute it again, with the same bits. Returns the membership generation of its requests, and its result."""
         while True:
             generation = self.membership.generation
             reduced: ReducedStep | None = None
             try:
                 request = self._requests(step_input.step + 1)
                 reduced = self.strategy.reduce(self.strategy.compute(step_input, closure, request))
-                self.membership.vote()
+                self.membership.vote(further=step_input.backward_pass.number > 0)
                 self.strategy.commit(reduced)
                 self.membership.commit()
                 return generation, self.strategy.write_gradients(reduced)
@@ -154,9 +183,12 @@ class Run(RunState):
         return requests
 
     def clip(self, max_norm: float) -> float:
-        """Scales `.grad` so that the global norm is at most this; the same bits on any placement."""
-        result = self.committed_result
-        return self.update.clip(max_norm, None if result is None else result.grad_norm)
+        """Scales `.grad` so that the global norm is at most this; the same bits on any placement. After a pass of one
+        optimizer it is about that one's parameters."""
+        committed = self._committed
+        if committed is None:
+            return self.update.clip(max_norm, None)
+        return self.update.clip(max_norm, committed.result.grad_norm, only=committed.last_pass.parameters)
 
     def updated(self) -> None:
         """Call it after the optimizer's step: weights that the optimizer sees in another form go back to the model."""

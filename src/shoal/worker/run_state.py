@@ -122,7 +122,8 @@ class RunState(TrainingState):
         self.epoch = self.step // self.schedule.steps_per_epoch
         self.finished_epochs = values.get("passes", self.epoch)
         if self.step:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
+            for each in (self.optimizer, *self.setup.optimizers.values()):
+                each._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
         self.evaluations = (values.get("evaluations", 0), self.metrics)

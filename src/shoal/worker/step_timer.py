@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +77,17 @@ class StepTimer:
     def due(self) -> bool:
         return self.count > 0 and self.mark - self.reported_at >= REPORT_SECONDS
 
-    def report(self, step: int, epoch: int, loss: float | None, lanes: Span, rate: float | None, leader: bool) -> None:
+    def report(
+        self,
+        step: int,
+        epoch: int,
+        *,
+        loss: float | None,
+        lanes: Span,
+        rate: float | None,
+        leader: bool,
+        losses: Mapping[str, float | None] | None = None,
+    ) -> None:
         if not self.count:
             return
         event = StepsCommitted(
@@ -87,6 +97,7 @@ class StepTimer:
             samples=self.samples,
             epoch=epoch,
             loss=loss,
+            losses=dict(losses or {}),
             lanes=lanes,
             spent=self.spent,
             learning_rate=rate,

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from shoal.collectives.group import SoloGroup
-from shoal.errors import NonFiniteError
+from shoal.errors import JobError, NonFiniteError
 from shoal.job.dataset import DataSource
 from shoal.job.loss import Objective
 from shoal.numerics import kernels
@@ -22,7 +22,7 @@ from shoal.parallel.lane_strategy import StepSetup
 from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.plan import Plan
 from shoal.parallel.replica import ModelReplica
-from shoal.parallel.step import StepInput, StepResult
+from shoal.parallel.step import BackwardPass, StepInput, StepResult
 from shoal.parallel.strategy import Strategy
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.recovery.checkpoint.live_state import LiveState
@@ -34,6 +34,8 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
 from shoal.worker.requests import STOP
 from shoal.worker.step_timer import StepTimer
+
+FIRST_PASS = BackwardPass()  # the only one of most loops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +49,27 @@ class Batch:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def __iter__(self) -> Iterator[Any]:
+        raise JobError(
+            "an item of run.batches() is a global batch, not its tensors: it cannot be unpacked or iterated over",
+            where="run.backward calls the closure with the tensors of each microbatch, as the loader collates them",
+            fix="for batch in run.batches(): loss = run.backward(batch, lambda b: loss_of(model(b[0]), b[1]))",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
     """What is trained, and on which data: from a job, or from a script that calls `shoal.join`."""
 
     built: WorkerModel
-    optimizer: Optimizer
+    optimizer: Optimizer  # the first by name, where there are several
     scheduler: Any
     source: DataSource
     schedule: SampleSchedule
     microbatches: int
     seed: int
     arithmetic: dict[str, Any]
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)  # all of them, where the script names them
     state: Mapping[str, Any] = field(default_factory=dict)  # more to save and restore
     objective: Objective | None = None  # a job's; a script brings closures
     clips: bool = False  # the loop needs the gradient's norm
@@ -87,6 +97,7 @@ class TrainingState(ABC):
         )
         self.step = 0  # steps applied so far
         self.loss: float | None = None
+        self.losses: dict[str, float | None] = {}  # of the last step, by optimizer, where the loop names them
         self.metrics: dict[str, float | None] = {}
         self.compute_seconds = 0.0  # of this worker's lanes in the last step
         self.stopped: str | None = None  # why the run ends before its last step
@@ -111,6 +122,9 @@ class TrainingState(ABC):
 
     def live_state(self, extra_optimizers: Mapping[str, Optimizer] | None = None) -> LiveState:
         """The state that checkpoints hold."""
+        named = {
+            f"optimizers/{name}": each for name, each in self.setup.optimizers.items() if each is not self.optimizer
+        }
         return LiveState(
             model=self.model,
             parameters=dict(self.update.optimizer_params),
@@ -119,7 +133,7 @@ class TrainingState(ABC):
             state=self.setup.state,
             arithmetic=self.setup.arithmetic,
             traits=self.traits,
-            extra_optimizers=extra_optimizers or {},
+            extra_optimizers=named | dict(extra_optimizers or {}),
             state_shard=self.built.state_shard,
         )
 
@@ -148,12 +162,13 @@ class TrainingState(ABC):
             needs_norm=self.setup.clips,
         )
 
-    def step_input(self, batch: Batch) -> StepInput:
+    def step_input(self, batch: Batch, which: BackwardPass = FIRST_PASS) -> StepInput:
         return StepInput(
             step=batch.step,
             indices=batch.indices,
             batch_size=self.schedule.batch,
             fetch=lambda indices: self.source.fetch(indices, batch.epoch),
+            backward_pass=which,
         )
 
     def evaluate_lanes(self, source: DataSource, measure: Measure, workers: EvaluationGroup) -> Any:
@@ -192,15 +207,17 @@ class TrainingState(ABC):
         )
         self.emit(event)
 
-    def check_finite(self, step: int, result: StepResult) -> bool:
+    def check_finite(self, step: int, result: StepResult, which: BackwardPass = FIRST_PASS) -> bool:
         """False: a loss is not finite, and the step is skipped. Raises if the run is to stop then."""
         if not result.not_finite:
             return True
         where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in result.not_finite)
         if self.config.failure.nonfinite == "stop":
+            of = f" of optimizer '{which.optimizer}'" if which.optimizer else ""
+            applied = f"passes of step {step} before this one may be" if which.number else f"nothing of step {step} was"
             raise NonFiniteError(
-                f"step {step}: the loss is not finite ({where})",
-                where=f"nothing of step {step} was applied",
+                f"step {step}: the loss{of} is not finite ({where})",
+                where=f"{applied} applied",
                 fix="a smaller learning rate or clip_norm; --nonfinite skip leaves such steps out",
             )
         if self.leader:
@@ -218,7 +235,8 @@ class TrainingState(ABC):
         groups = self.optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
         lanes, leader = self.strategy.own_lanes, self.leader
-        self.timer.report(step=self.step, epoch=self.epoch, loss=self.loss, lanes=lanes, rate=rate, leader=leader)
+        loss, losses = self.loss, self.losses
+        self.timer.report(self.step, self.epoch, loss=loss, losses=losses, lanes=lanes, rate=rate, leader=leader)
 
     def record_evaluation(self, step: int, seconds: float, target_reached: bool) -> None:
         event = events.ModelEvaluated(

@@ -4,11 +4,12 @@
     position  worker 1 is at 800, with step 800's gradient                  one per member and generation
 
 A step runs in the group of one generation. Every member computes, reduces, votes "I have the reduced gradient" and
-waits for all votes: then, and only then, the step is committed. If a vote fails, some members may have committed the
-step and others may not know. So each survivor posts its position under the next generation. The highest position is the
-floor. A member one step below it that has voted holds that step's whole gradient, and commits the step too. A worker
-without state receives it from a member at the floor, never from one below. When no member is left that has the state, a
-restart begins: all members load the newest checkpoint, and the floor starts from there.
+waits for all votes: then, and only then, the step is committed. A loop may have several backward passes for one batch:
+the first commits the step, and each further one is voted for in the same way. If a vote fails, some members may have
+committed the step and others may not know. So each survivor posts its position under the next generation. The highest
+position is the floor. A member one step (or pass) below it that has voted holds that step's whole gradient, and commits
+it, too. A worker without state receives it from a member at the floor, never from one below. When no member is left
+that has the state, a restart begins: all members load the newest checkpoint, and the floor starts from there.
 
 Of a sharded model a member has one shard of the state, by its number. Then all of this holds shard by shard: a donor
 gives to members of its own shard; a restart needs a member for every shard; and when no member is left for some shard,
@@ -58,8 +59,21 @@ class MemberPosition(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     committed: int  # steps; -1: it has no state yet
+    passes: int = 0  # further backward passes of the last of these steps that are committed, too
     in_doubt: bool = False  # it has voted for step `committed`, and does not know of the other votes
+    further: bool = False  # if in doubt: it has voted for a further pass of the last step instead
     can_donate: bool = True  # its state can be sent: between two steps, or before the update of one
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        return self.committed, self.passes
+
+    @property
+    def voted_for(self) -> tuple[int, int] | None:
+        """What it has reached if the others have voted, too."""
+        if not self.in_doubt:
+            return None
+        return (self.committed, self.passes + 1) if self.further else (self.committed + 1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +91,10 @@ class RecoveryPlan:
 
     view: MembershipView
     step: int  # the floor: all members continue from here
+    passes: int = 0  # further passes of step - 1 that belong to the floor
     donors: tuple[WorkerId | None, ...] = (None,)  # by shard: sends its state to members behind; None: no member can
     behind: tuple[WorkerId, ...]  # with no state, or an older one
-    finishing: tuple[WorkerId, ...]  # with the gradient of step - 1, which they have yet to apply
+    finishing: tuple[WorkerId, ...]  # with the gradient of step - 1 or its last pass, which they have yet to apply
     fresh_start: bool = False  # no member has state: all take it from the job or from the newest checkpoint
     lost_shards: tuple[int, ...] = ()  # shards that no member has or reaches at the floor: the state is lost
 
@@ -155,8 +170,10 @@ class MemberState:
     worker_id: WorkerId
     model_shards: int = 1  # of the state; this member has one of them
     committed: int = -1
+    passes: int = 0
     generation: int = 0  # of the group that it formed, or began to form last
     in_doubt: bool = False
+    further: bool = False
     can_donate: bool = True
     group_broken: bool = True  # that group is not formed yet, or something in it failed
     group_members: tuple[WorkerId, ...] = ()
@@ -164,21 +181,22 @@ class MemberState:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def vote(self) -> None:
-        """It has the reduced gradient of step `committed`, and sends its vote next."""
-        self.in_doubt = True
+    def vote(self, further: bool = False) -> None:
+        """It has the reduced gradient of step `committed`, or of a further pass of the last one, and sends its vote
+        next."""
+        self.in_doubt, self.further = True, further
 
     def commit(self) -> None:
-        """All members of the generation have voted: the step is committed."""
+        """All members of the generation have voted: the step, or the further pass, is committed."""
         assert self.in_doubt, "only a member that has voted commits a step"
         assert not self.group_broken, "nothing is committed in a group that has failed"
-        self.committed += 1
-        self.in_doubt = False
+        self.committed, self.passes = (self.committed, self.passes + 1) if self.further else (self.committed + 1, 0)
+        self.in_doubt = self.further = False
         self.state_holders = frozenset(self.group_members)
 
     def drop(self) -> None:
-        """Forgets the step, which is repeated."""
-        self.in_doubt = False
+        """Forgets the step or pass, which is repeated."""
+        self.in_doubt = self.further = False
 
     # -- membership -------------------------------------------------------------------------------------------------
 
@@ -188,7 +206,12 @@ class MemberState:
 
     def position(self) -> MemberPosition:
         return MemberPosition(
-            worker_id=self.worker_id, committed=self.committed, in_doubt=self.in_doubt, can_donate=self.can_donate
+            worker_id=self.worker_id,
+            committed=self.committed,
+            passes=self.passes,
+            in_doubt=self.in_doubt,
+            further=self.further,
+            can_donate=self.can_donate,
         )
 
     def group_forming(self, recovery: RecoveryPlan) -> None:
@@ -200,13 +223,14 @@ class MemberState:
 
     def group_formed(self, recovery: RecoveryPlan) -> None:
         """The group is formed. Members in doubt have committed; members behind have the state."""
-        self.generation, self.group_broken, self.in_doubt = recovery.view.generation, False, False
+        self.generation, self.group_broken = recovery.view.generation, False
+        self.in_doubt = self.further = False
         if not recovery.fresh_start:
-            self.committed = recovery.step
+            self.committed, self.passes = recovery.step, recovery.passes
 
     def start_at(self, step: int) -> None:
         """It has the state that a restart begins with."""
-        self.committed = step
+        self.committed, self.passes = step, 0
 
     def decide(
         self, observed: MembershipObservation, gone: Mapping[WorkerId, str], change: BoundaryChange | None = None
@@ -382,19 +406,20 @@ def plan_recovery(
 ) -> RecoveryPlan:
     """Where the members of a generation continue. Pure: all members have the same positions, and the same result."""
     placed = [positions[who] for who in view.members]
-    floor = max(view.step, *(each.committed for each in placed))
-    if floor == 0 and all(each.committed < 0 for each in placed):
+    floor = max((view.step, 0), *(each.reached for each in placed))
+    if floor == (0, 0) and all(each.committed < 0 for each in placed):
         return RecoveryPlan(view=view, step=0, donors=(None,) * model_shards, behind=(), finishing=(), fresh_start=True)
-    finishing = tuple(each.worker_id for each in placed if each.in_doubt and each.committed == floor - 1)
-    behind = tuple(each.worker_id for each in placed if each.committed < floor and each.worker_id not in finishing)
+    finishing = tuple(each.worker_id for each in placed if each.reached < floor and each.voted_for == floor)
+    behind = tuple(each.worker_id for each in placed if each.reached < floor and each.worker_id not in finishing)
     held = {model_shard_of(who.worker, model_shards) for who in view.members if who not in behind}
     donors: list[WorkerId | None] = [None] * model_shards
     for each in reversed(placed):
-        if each.committed == floor and each.can_donate:
+        if each.reached == floor and each.can_donate:
             donors[model_shard_of(each.worker_id.worker, model_shards)] = each.worker_id
     return RecoveryPlan(
         view=view,
-        step=floor,
+        step=floor[0],
+        passes=floor[1],
         donors=tuple(donors),
         behind=behind,
         finishing=finishing,
