@@ -13,11 +13,11 @@ EXAMPLE = "shoal attach 7f3a"
 
 def arguments(parser: CommandParser) -> None:
     run_argument(parser)
-    config_options(parser, "plain", "quiet")
+    config_options(parser, "plain", "quiet", "verbose")
 
 
 def call(given: argparse.Namespace) -> int:
     output = config_of(given).output
     value = attach(find_run(given.run), quiet=output.quiet or given.json, plain=output.plain)
-    print_report(value, given.json)
+    print_report(value, given.json, details=output.verbose)
     return 0

@@ -1,6 +1,7 @@
 """`shoal compare`: a job in several modes, one run each, or runs that are finished: side by side."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def call(given: argparse.Namespace) -> int:
 def _finished(given: argparse.Namespace) -> list[ComparedRun]:
     jobs = [name for name in given.what if name.partition(":")[0].endswith(".py")]
     if jobs:
-        fix = f"shoal compare {jobs[0]} --sync sync,stale:3,async"
+        fix = f"shoal compare {shlex.quote(jobs[0])} --sync sync,stale:3,async"
         raise InputError(f"{jobs[0]} is a job: in which modes?", fix=fix)
     if len(given.what) < 2:
         fix = "shoal compare RUN RUN, or shoal report RUN"
@@ -121,6 +122,7 @@ def _next(given: argparse.Namespace, runs: list[ComparedRun]) -> str:
     found = best(runs)
     run = runs[0] if found is None else found[0]
     if given.sync is not None and given.steps is not None:  # a short trial
-        return f"shoal train {given.what[0]} --workers {run.workers} --servers {run.servers} --sync {run.sync_mode}"
+        file = shlex.quote(given.what[0])
+        return f"shoal train {file} --workers {run.workers} --servers {run.servers} --sync {run.sync_mode}"
     default = Path(run.folder) == DEFAULT_ROOT / run.run
-    return f"shoal report {run.run if default else run.folder}"
+    return f"shoal report {shlex.quote(run.run if default else run.folder)}"

@@ -1,12 +1,14 @@
 """`shoal estimate`: compute, memory and traffic of a job, before anything runs."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from shoal.cli.estimate_text import estimate, text, value
 from shoal.cli.options import cluster_label, cluster_of, cluster_options, job_options, refuse_shape_flags
 from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
+from shoal.job.read_source import has_own_loop
 from shoal.planner.cost.transformer_shape import EXAMPLE as SHAPE
 from shoal.planner.cost.transformer_shape import TransformerShape, workload_of_shape
 from shoal.planner.cost.workload import Workload
@@ -48,7 +50,6 @@ def _work(given: argparse.Namespace) -> Workload:
     from shoal.job.dataset import open_data
     from shoal.job.load import load_job
     from shoal.planner.trace_job import workload_of, workload_of_script
-    from shoal.planner.trace_script import has_own_loop
 
     refuse_shape_flags(given)
     path = Path(given.file)
@@ -63,13 +64,10 @@ def _work(given: argparse.Namespace) -> Workload:
 
 
 def _next(given: argparse.Namespace) -> str:
-    what = given.file if given.gpt is None else f"--gpt {given.gpt}"
-    where = f" --cluster {given.cluster}" if given.cluster else " --cluster dgx-a100"
-    if given.file is not None:
-        from shoal.planner.trace_script import has_own_loop
-
-        if has_own_loop(Path(given.file)):
-            return f"shoal run {given.file} --workers 2"
+    what = shlex.quote(given.file) if given.gpt is None else f"--gpt {given.gpt}"
+    where = f" --cluster {shlex.quote(given.cluster)}" if given.cluster else " --cluster dgx-a100"
+    if given.file is not None and has_own_loop(Path(given.file)):
+        return f"shoal run {what} --workers 2"
     hosts = f" --hosts {given.hosts[0]}" if given.hosts else ""
     batch = f" --batch {given.batch}" if given.batch else ""
     return f"shoal plan {what}{batch}{where}{hosts}"

@@ -41,7 +41,7 @@ COMMANDS = {
     },
     "After": {
         "report [RUN]": "the closing report of a run",
-        "runs": "the runs in this folder",
+        "runs": "the runs of this folder",
         "compare RUN RUN…": "finished runs: loss against time and steps",
     },
     "Prove": {
@@ -50,7 +50,7 @@ COMMANDS = {
         "chaos FILE": "faults on purpose: does the run end with the hash of one without any?",
     },
 }
-WITH_ARGUMENTS = ("run", "lab", "estimate")  # commands that take a script's or a program's arguments after --
+WITH_ARGUMENTS = ("run", "lab", "estimate", "verify")  # commands that take a script's or a program's arguments after --
 
 
 def build_parser(wanted: Sequence[str] | None = None) -> CommandParser:

@@ -107,7 +107,7 @@ def config_of(given: argparse.Namespace, **more: Any) -> RunConfig:
 
 def run_config_of(given: argparse.Namespace) -> RunConfig:
     """The configuration of `shoal train` and `shoal run`."""
-    more: dict[str, Any] = {"detached": given.lab is None}  # a lab ends with the process that made it
+    more: dict[str, Any] = {"listed": True, "detached": given.lab is None}  # a lab ends with the process that made it
     axes = {axis: number for axis in (*AXES, "zero") if (number := getattr(given, axis, None)) is not None}
     if axes and hasattr(given, "layout"):
         raise InputError(f"--layout {given.layout} and --{next(iter(axes))}: both name a layout", fix="one of them")

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shoal.errors import InputError
+from shoal.job.settings import SETTABLE
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -29,15 +30,24 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise self.unknown(unknown[0], found)
+            raise self.unknown(unknown[0], found, list(args or ()))
         return found
 
-    def unknown(self, name: str, found: argparse.Namespace) -> InputError:
+    def unknown(self, name: str, found: argparse.Namespace, words: list[str]) -> InputError:
+        """`words`: all that was given."""
         command = getattr(found, "parser", self)
         options = [option for action in command._actions for option in action.option_strings]
-        near = get_close_matches(name.partition("=")[0], options, n=1)
+        given, _, value = name.partition("=")
+        fields = {f"--{each.replace('_', '-')}": each for each in SETTABLE} if "--set" in options else {}
+        near = get_close_matches(given.replace("_", "-"), [*options, *fields], n=1)
         kind = "option" if name.startswith("-") else "argument"
-        fix = f"did you mean {near[0]}?" if near else f"{command.prog} --help shows what there is"
+        fix = f"{command.prog} --help shows what there is"
+        if near and near[0] in options:
+            fix = f"did you mean {near[0]}?"
+        elif near:
+            after = words[words.index(name) + 1 :][:1] if name in words else []
+            value = value or next((word for word in after if not word.startswith("-")), "…")
+            fix = f"did you mean --set {fields[near[0]]}={value}?"
         return InputError(f"unknown {kind} {name}", fix=fix)
 
 

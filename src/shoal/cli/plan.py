@@ -1,6 +1,7 @@
 """`shoal plan`: the fastest ways to spread a job over a cluster that fit, and why."""
 
 import argparse
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,16 +245,16 @@ def _write(path: Path, candidate: Candidate | None, threads: int) -> None:
 def _next(given: argparse.Namespace, question: PlanQuery, best: Candidate | None, here: bool) -> str:
     """The next command to type. `here`: the cluster is one processor and its cores."""
     if best is None:
-        return f"shoal plan {' '.join(question.command_words)} --top 20"
+        return f"shoal plan {shlex.join(question.command_words)} --top 20"
     if given.output is not None:
-        return f"shoal train {' '.join(question.command_words)} --plan {given.output}"
+        return f"shoal train {shlex.join(question.command_words)} --plan {shlex.quote(str(given.output))}"
     trains = given.file is not None and (given.cluster is None or here)
     words = [*question.command_words, *_options(best, trains)]
     if trains:
-        return f"shoal train {' '.join(words)}"
+        return f"shoal train {shlex.join(words)}"
     where = ["--cluster", given.cluster] if given.cluster is not None else []
     where += ["--hosts", str(best.hosts)] if given.hosts is not None or best.hosts > 1 else []
-    return f"shoal simulate {' '.join([*words, *where])}"
+    return f"shoal simulate {shlex.join([*words, *where])}"
 
 
 def _options(candidate: Candidate, trains: bool) -> list[str]:
@@ -292,6 +293,6 @@ def _curve(given: argparse.Namespace, question: PlanQuery, clusters: Sequence[Cl
     if given.plot is not None:
         print(f"\nwritten: {given.plot}")
     most = curve.points[-1].hosts
-    cluster = f" --cluster {given.cluster}" if given.cluster else ""
-    print(f"\nnext: shoal plan {' '.join(question.command_words)}{cluster} --hosts {most} --explain")
+    cluster = f" --cluster {shlex.quote(given.cluster)}" if given.cluster else ""
+    print(f"\nnext: shoal plan {shlex.join(question.command_words)}{cluster} --hosts {most} --explain")
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,10 @@ def _one(given: argparse.Namespace) -> int:
     if given.json:
         print_json(value(found, work))
     else:
-        what = given.file if given.gpt is None else f"--gpt {given.gpt}"
+        what = shlex.quote(given.file) if given.gpt is None else f"--gpt {given.gpt}"
         batch = f" --batch {given.batch}" if given.batch else ""
         hosts = f" --hosts {len(cluster.hosts)}" if len(cluster.hosts) > 1 else ""
-        named = f" --cluster {given.cluster}{hosts}" if given.cluster else ""
+        named = f" --cluster {shlex.quote(given.cluster)}{hosts}" if given.cluster else ""
         print(text(found, work, device, where, f"shoal plan {what}{batch}{named}"))
     return 0
 

@@ -1,6 +1,7 @@
 """`shoal report`: the closing report of a run."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,23 @@ def call(given: argparse.Namespace) -> int:
 
         found = load_calibration([str(folder.path)])
         write_calibration(given.calibration, found)
-        print(f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {given.calibration}")
+        print(
+            f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {shlex.quote(str(given.calibration))}"
+        )
         return 0
     try:
         value = msgspec.json.decode(folder.report.read_bytes())
     except FileNotFoundError:
-        fix = f"--resume {folder.path} goes on with it"
+        fix = f"--resume {shlex.quote(str(folder.path))} goes on with it"
         raise InputError(f"{folder.path} has no report yet: the run goes on, or was killed", fix=fix) from None
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
-    print_report(value, given.json, prediction=True)
+    print_report(value, given.json, details=True)
     return 0
 
 
-def print_report(value: dict[str, Any], as_json: bool, *, prediction: bool = False) -> None:
+def print_report(value: dict[str, Any], as_json: bool, *, details: bool = False) -> None:
     if as_json:
         print_json(value)
     else:
-        Console().print(ClosingReport(value, prediction=prediction))
+        Console().print(ClosingReport(value, details=details))

@@ -28,5 +28,5 @@ def call(given: argparse.Namespace) -> int:
 
     report = run_with(Path(given.script), given.script_arguments, config, launcher=given.lab and given.lab.launcher)
     if report.value["weights_sha256"] or given.json:
-        print_report(report.value, given.json)
+        print_report(report.value, given.json, details=config.output.verbose)
     return 0

@@ -1,4 +1,4 @@
-"""`shoal runs`: the runs in this folder."""
+"""`shoal runs`: the runs in this folder, and those that were started here with `--run-dir`."""
 
 import argparse
 from pathlib import Path

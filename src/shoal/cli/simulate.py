@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,9 +186,9 @@ def _of_job(given: argparse.Namespace, file: str, plan: Path | None, cluster: Cl
             raise PlanError(f"no exact layout of {file} was found that can be run", fix="--layout data=1")
     if setup.lanes != work.lanes:
         raise PlanError(f"{plan} assigns {setup.lanes} lanes, and {file} has {work.lanes}", fix="the plan of this job")
-    words = " ".join(f"--set {text}" for text in given.settings)
-    return SimulateRequest(name=file, work=work, setup=setup, assignment=assignment,
-                 following=f"shoal train {file} {words + ' ' if words else ''}--layout {setup}")  # fmt: skip
+    words = ["shoal", "train", file, *(word for text in given.settings for word in ("--set", text))]
+    following = shlex.join([*words, "--layout", str(setup)])
+    return SimulateRequest(name=file, work=work, setup=setup, assignment=assignment, following=following)
 
 
 def _layout_plan(given: argparse.Namespace, work: Workload) -> Plan:

@@ -1,6 +1,7 @@
 """`shoal stop`: lets a run finish its step, save and stop."""
 
 import argparse
+import shlex
 
 from shoal.cli.options import run_argument
 from shoal.cli.parser import CommandParser, print_json
@@ -20,5 +21,5 @@ def call(given: argparse.Namespace) -> int:
     if given.json:
         print_json({"run": folder.id, "step": step})
     else:
-        print(f"{folder.id} stopped, {step} steps committed     go on: --resume {folder.path}")
+        print(f"{folder.id} stopped, {step} steps committed     go on: --resume {shlex.quote(str(folder.path))}")
     return 0

@@ -39,7 +39,7 @@ def call(given: argparse.Namespace) -> int:
         _dry_run(given, job, config)
     else:
         report = train_with(job, config, name=given.file, launcher=given.lab and given.lab.launcher)
-        print_report(report.value, given.json)
+        print_report(report.value, given.json, details=config.output.verbose)
     return 0
 
 

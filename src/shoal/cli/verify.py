@@ -1,35 +1,47 @@
-"""`shoal verify`: proves that placements of a job give one sha256."""
+"""`shoal verify`: proves that placements of a job, or of a script that joins, give one sha256."""
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.options import check_counts, config_of, config_options, job_argument, job_of, read_counts
 from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
+from shoal.collectives.options import CommOptions
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
     PLAIN_TOLERANCE,
     PlainResult,
+    VerifyPlacement,
     VerifyRow,
     against_plain,
+    compare_placements,
     exact_comm_options,
     layout_placements,
     placements,
     server_placements,
     verify,
 )
+from shoal.driver.verify_script import VerifiedScript, not_joined
+from shoal.errors import InputError
+from shoal.job.read_source import file_kind
 from shoal.worker.model_partition import make_outline
 from shoal.worker.run_config import Servers
 
-EXAMPLE = "shoal verify digits.py --workers 1,2,4 --steps 20"
+EXAMPLE = """shoal verify digits.py --workers 1,2,4 --steps 20
+         shoal verify train.py --workers 1,2 -- --lr 0.1"""
 DEFAULT_STEPS = 20
+
+# Steps, placements, what yields the rows, and what compares with a plain loop.
+VerifyTask = tuple[int, list[VerifyPlacement], Callable[[], Iterator[VerifyRow]], Callable[[], PlainResult] | None]
 
 
 def arguments(parser: CommandParser) -> None:
-    job_argument(parser)
+    job_argument(parser, help="a Python file that holds a shoal.Job, or a script that calls shoal.join (-- ARGS)")
     parser.add_argument("--workers", metavar="LIST", help="numbers of workers to compare (1,2)")
     parser.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT",
                         help='layouts to compare: "data=2" "pipeline=2" "data=2,pipeline=2" "tensor=2"')  # fmt: skip
@@ -49,11 +61,35 @@ def arguments(parser: CommandParser) -> None:
 def call(given: argparse.Namespace) -> int:
     comm_options = exact_comm_options(config_of(given).comm_options)
     check_counts(given, "steps")
+    kind, name = file_kind(Path(given.file)), given.file
+    if kind in ("joins", "script"):
+        steps, wanted, rows_of, plain_of = _of_script(given, comm_options, kind)
+    else:
+        steps, wanted, rows_of, plain_of = _of_job(given, comm_options)
+    console, rows = Console(stderr=True), list[VerifyRow]()
+    with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
+        for row in rows_of():
+            rows.append(row)
+            status.update(f"{name}: {len(rows)} of {len(wanted) + 1} runs of {row.steps} steps done")
+    plain = None
+    if given.against and plain_of is not None and not rows[-1].difference:
+        with console.status("an ordinary PyTorch loop in fp64"):
+            plain = plain_of()
+    failed = rows[-1].difference is not None or (plain is not None and not plain.good)
+    if given.json:
+        print_json({"equal": not failed, "rows": rows, "plain": plain})
+    else:
+        _show(f"{name}: {rows[0].steps} steps", rows, plain)
+    return int(failed)
+
+
+def _of_job(given: argparse.Namespace, comm_options: CommOptions) -> VerifyTask:
+    if given.script_arguments:
+        raise InputError("arguments after -- belong to a script, and a job has --set", fix="--set seed=1")
     job = job_of(given)
-    opened, name = open_job(job), given.file
+    opened = open_job(job)
     steps = given.steps or min(DEFAULT_STEPS, opened.steps)
-    workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
-    counts = read_counts("--workers", workers) if given.workers is not None or not given.layouts else []
+    counts = _worker_counts(given)
     wanted = placements(counts, given.shares, given.resume, steps)
     wanted += layout_placements(given.layouts, given.schedule, given.recompute)
     wanted = [replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options)) for each in wanted]
@@ -62,21 +98,33 @@ def call(given: argparse.Namespace) -> int:
         plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)
         if plan.layout.sharded:
             make_outline(job, opened.source, plan)
-    console, rows = Console(stderr=True), list[VerifyRow]()
-    with console.status(f"{name}: {steps} steps on one worker, the reference") as status:
-        for row in verify(job, wanted, steps, name=name):
-            rows.append(row)
-            status.update(f"{name}: {len(rows)} of {len(wanted) + 1} runs of {steps} steps done")
-    plain = None
-    if given.against and not rows[-1].difference:
-        with console.status("an ordinary PyTorch loop in fp64"):
-            plain = against_plain(job, wanted[0].workers, steps, name=name)
-    failed = rows[-1].difference is not None or (plain is not None and not plain.good)
-    if given.json:
-        print_json({"equal": not failed, "rows": rows, "plain": plain})
-    else:
-        _show(f"{name}: {steps} steps", rows, plain)
-    return int(failed)
+    return (
+        steps,
+        wanted,
+        lambda: verify(job, wanted, steps, name=given.file),
+        lambda: against_plain(job, wanted[0].workers, steps, name=given.file),
+    )
+
+
+def _of_script(given: argparse.Namespace, comm_options: CommOptions, kind: str) -> VerifyTask:
+    script = Path(given.file)
+    if kind == "script":
+        raise not_joined(script)
+    for flag in ("settings", "layouts", "recompute", "servers", "against"):
+        if getattr(given, flag):
+            named = "set" if flag == "settings" else flag
+            fix = "leave it out; arguments of the script come after --"
+            raise InputError(f"--{named} needs a shoal.Job, and {script} has a loop of its own", fix=fix)
+    steps = given.steps or DEFAULT_STEPS
+    wanted = placements(_worker_counts(given), given.shares, given.resume, steps)
+    wanted = [replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options)) for each in wanted]
+    subject = VerifiedScript(script=script, arguments=given.script_arguments)
+    return steps, wanted, lambda: compare_placements(subject, wanted, steps), None
+
+
+def _worker_counts(given: argparse.Namespace) -> list[int]:
+    workers = given.workers or ("1,2" if given.lab is None else f"1,{given.lab.cluster.workers}")
+    return read_counts("--workers", workers) if given.workers is not None or not given.layouts else []
 
 
 def _show(title: str, rows: list[VerifyRow], plain: PlainResult | None) -> None:

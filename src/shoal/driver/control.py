@@ -1,6 +1,7 @@
 """Commands to a run that goes on, from any process: stop, scale, what its workers are doing, take over."""
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
         if workers > len(state.view.members) and living_driver(store) is None:
             raise RunError(
                 f"the run's driver is gone, so no worker can be started: the run has {len(state.view.members)} now",
-                fix=f"shoal attach {folder.path} takes its place; then scale",
+                fix=f"shoal attach {shlex.quote(str(folder.path))} takes its place; then scale",
             )
         store.put("request", msgspec.json.encode(RunRequest(stop=state.request.stop, workers=workers)))
         state = _wait_until(store, lambda state: len(state.view.members) == workers, f"{workers} workers to take part")
@@ -119,7 +120,7 @@ def _store(folder: RunFolder) -> Iterator[RunStore]:
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:
     state = MembershipState(store.read(""))
     if not living_workers(state):
-        fix = f"--resume {folder.path} goes on with it, if it was not done"
+        fix = f"--resume {shlex.quote(str(folder.path))} goes on with it, if it was not done"
         raise InputError(f"no worker of run {folder.id} is alive", fix=fix)
     return state
 
@@ -187,7 +188,8 @@ def server_driver_pid(folder: RunFolder) -> int | None:
 
 def _refuse_servers(folder: RunFolder, why_not: str) -> None:
     if server_driver_pid(folder) is not None:
-        fix = f"shoal stop {folder.path}, then --resume {folder.path} with other --workers or --servers"
+        path = shlex.quote(str(folder.path))
+        fix = f"shoal stop {path}, then --resume {path} with other --workers or --servers"
         raise InputError(f"run {folder.id} has parameter servers: {why_not}", fix=fix)
 
 

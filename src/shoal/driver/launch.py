@@ -20,6 +20,7 @@ from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
+from shoal.report.run_index import add_run
 from shoal.report.tensorboard import TensorBoard
 from shoal.worker.context import WorkerContext
 from shoal.worker.job_setup import OpenJob
@@ -145,13 +146,19 @@ def open_folder(config: RunConfig) -> RunFolder:
     if config.output.tensorboard:  # a missing package is reported before a folder is made
         TensorBoard(RunFolder(DEFAULT_ROOT))
     if config.checkpoint.resume is False:
-        return RunFolder.create(None if config.output.run_dir is None else Path(config.output.run_dir))
+        return _listed(RunFolder.create(None if config.output.run_dir is None else Path(config.output.run_dir)), config)
     folder = resumed_folder(config)
     try:
         try_to_write(folder.path)
     except OSError as error:
         fix = "free some space there or make it writable; the run's checkpoints are as they were"
         raise RunFolderError(f"cannot write to {folder.path}: {error.strerror}", fix=fix) from None
+    return _listed(folder, config)
+
+
+def _listed(folder: RunFolder, config: RunConfig) -> RunFolder:
+    if config.output.listed:
+        add_run(folder.path, DEFAULT_ROOT)
     return folder
 
 
@@ -178,8 +185,9 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher:
             work=lambda context: run_script(script, arguments, context),
             started=RunStarted(
                 run=folder.id,
-                job=script.name,
+                job=str(script),
                 command="run",
+                arguments=arguments,
                 workers=size,
                 layout=f"data={size}",
                 lanes=0,

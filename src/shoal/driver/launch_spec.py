@@ -1,5 +1,6 @@
 """What a driver needs beside the configuration: the work, the plan, the place; and what another driver needs."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,5 +74,7 @@ def read_driver_state(folder: RunFolder) -> DriverState:
     except (OSError, msgspec.MsgspecError) as error:
         raise RunFolderError(f"{folder.path / DRIVER_STATE} cannot be read: {error}") from None
     if folder.report.exists():
-        raise InputError(f"run {folder.id} is over", fix=f"shoal report {folder.path}")
-    raise InputError(f"run {folder.id} does not run here", fix=f"--resume {folder.path} goes on with it")
+        raise InputError(f"run {folder.id} is over", fix=f"shoal report {shlex.quote(str(folder.path))}")
+    raise InputError(
+        f"run {folder.id} does not run here", fix=f"--resume {shlex.quote(str(folder.path))} goes on with it"
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.main import TRACEBACK_FOLLOWS
+from shoal.worker.start import PROCESS_LINE
 
 TORCH_NOISE = re.compile(  # stays in the log
     r"(\[rank\d+\]:)?\[[WE]\d{4} \S+ \w+\.cpp:\d+\]|Exception raised from \S+ at|frame #\d+: |"
@@ -55,5 +56,6 @@ class LogTail:
 def last_lines(log: Path) -> list[str]:
     with suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        lines = file.read().decode(errors="replace").splitlines()
+        return [line for line in lines if not line.startswith(PROCESS_LINE)][-LAST_LINES:]
     return []

@@ -20,7 +20,7 @@ from shoal.errors import PlanError, ShoalError
 from shoal.job.dataset import open_data
 from shoal.job.job import Job
 from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.plan import Plan, make_plan, read_plan
+from shoal.parallel.plan import Plan, make_plan, read_plan, too_few_lanes
 from shoal.report import human
 from shoal.report.run_folder import RunFolder, find_run
 from shoal.worker.job_setup import OpenJob
@@ -83,9 +83,11 @@ def _new_plan(job: Job, config: RunConfig) -> Plan:
     layout = asked.parallel_layout
     if layout is not None:
         layout.check_workers(asked.workers)
+    workers = layout.workers if layout is not None else 1 if asked.workers is None else asked.workers
+    _check_lanes(job, ParallelLayout(data=workers) if layout is None else layout)
     return make_plan(
         lanes=job.lane_count,
-        workers=layout.workers if layout is not None else 1 if asked.workers is None else asked.workers,
+        workers=workers,
         shares=asked.shares,
         threads=job.threads,
         exact=config.exact and (layout is None or layout.exact),
@@ -96,6 +98,13 @@ def _new_plan(job: Job, config: RunConfig) -> Plan:
         chunks=asked.chunks,
         recompute=asked.recompute,
     )
+
+
+def _check_lanes(job: Job, layout: ParallelLayout) -> None:
+    if layout.data > job.lane_count:
+        lanes = job.lanes_for(layout.data)
+        more = f"a batch of {layout.data} or more (it is {job.batch})" if lanes is None else f"--set lanes={lanes}"
+        raise too_few_lanes(job.lane_count, layout, more)
 
 
 def _replayed_plan(job: Job, config: RunConfig, plan: Plan) -> Plan:

@@ -1,5 +1,6 @@
 """How a run ended: done, stopped or failed; the first cause of a failure; and the error to raise. Pure."""
 
+import shlex
 from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
@@ -117,7 +118,7 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         return RunInterrupted(
             f"stopped after step {tally.step}: {report['stopped'] or 'interrupted'}",
             where=at,
-            fix=f"go on with --resume {report['folder']}" if saved else None,
+            fix=f"go on with --resume {shlex.quote(report['folder'])}" if saved else None,
             report=report,
         )
     failure = first_cause(tally)
@@ -133,7 +134,7 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         where += [at, f"log: {report['folder']}/{_process(failure.rank, tally).replace(' ', '-')}.log"]
     fix = failure.fix
     if failure.kind == "WorkerLost" and saved:
-        fix = f"go on with --resume {report['folder']}; {fix}"
+        fix = f"go on with --resume {shlex.quote(report['folder'])}; {fix}"
     found = RunFailed(message, where=where, fix=fix, report=report)
     found.exit_code = failure.exit_code
     return found

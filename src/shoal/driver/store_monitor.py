@@ -4,6 +4,7 @@ While the store is away its operations are tried again, and the run goes on.
 """
 
 import os
+import shlex
 import socket
 import time
 from contextlib import suppress
@@ -138,7 +139,9 @@ class StoreMonitor:
         alive = living_workers(state)
         if alive:
             names = [f"worker {one.worker_id.worker} (process {one.pid} on {one.host_name})" for one in alive]
-            raise RunFolderError(f"the run is alive: {', '.join(names)}", fix=f"shoal attach {self.folder} watches it")
+            raise RunFolderError(
+                f"the run is alive: {', '.join(names)}", fix=f"shoal attach {shlex.quote(str(self.folder))} watches it"
+            )
 
     def _claim(self) -> None:
         pid, name = os.getpid(), socket.gethostname()

@@ -1,12 +1,13 @@
-"""`shoal verify`: trains a job on several placements and compares the sha256; or compares with a plain loop."""
+"""`shoal verify`: runs a job or a script on several placements and compares the sha256, or a job with a plain loop."""
 
 import copy
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from shoal.driver.check_plan import check_servers
 from shoal.driver.launch import train_opened
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.make_plan import open_job
+from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError, Stopped
 from shoal.job.job import Job
 from shoal.job.loss import split_sample
@@ -65,6 +67,15 @@ class VerifyPlacement:
         if stops.stop_after is not None:
             words += [f"stopped at step {stops.stop_after}", f"resumed on {self.resume_workers}"]
         return ", ".join(words)
+
+    def within(self, steps: int) -> "VerifyPlacement":
+        """The same for a run of so many steps: a stop half way comes before its end."""
+        stop = self.config.checkpoint.stop_after
+        return (
+            self
+            if stop is None or stop < steps
+            else replace(self, config=self.config.changed(stop_after=steps // 2 or 1))
+        )
 
     @property
     def exact(self) -> bool:
@@ -163,16 +174,45 @@ def exact_comm_options(asked: CommOptions) -> CommOptions:
     raise InputError(f"{why}, and verify compares bits: {named}", fix=fix)
 
 
+class Verified(Protocol):
+    """What is verified: a job, or a script with a loop of its own."""
+
+    def trace(self, placed: VerifyPlacement, folder: Path, steps: int) -> tuple[VerifyRow, StepDigests]:
+        """Runs it for so many steps at most, in this folder; returns its row and the digests of every step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedJob:
+    opened: OpenJob
+    name: str
+
+    def trace(self, placed: VerifyPlacement, folder: Path, steps: int) -> tuple[VerifyRow, StepDigests]:
+        opened = replace(self.opened, steps=steps)
+        config = traced_config(placed, folder, steps)
+        launcher = None if placed.lab is None else placed.lab.launcher
+        if config.checkpoint.stop_after is not None:
+            with suppress(Stopped):
+                train_opened(opened, config, name=self.name, launcher=launcher)
+            config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
+        report = train_opened(opened, config, name=self.name, launcher=launcher)
+        return verify_row(placed, report.value), read_digests(folder)
+
+
 def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) -> Iterator[VerifyRow]:
     """Yields a row for the reference on one worker, then one for each placement, up to the first that differs."""
     # Evaluation changes no bit, and a target would end the run early.
     opened = open_job(job.changed(steps=steps, target=None, evaluate=None))
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as text:
-        root = Path(text)
-        reference, expected = _trace(opened, placement(workers=1), root / "reference", name)
+    return compare_placements(VerifiedJob(opened=opened, name=name), wanted, steps)
+
+
+def compare_placements(subject: Verified, wanted: list[VerifyPlacement], steps: int) -> Iterator[VerifyRow]:
+    """The same for a job or a script; a script may end before so many steps."""
+    with runs_folder() as root:
+        reference, expected = subject.trace(placement(workers=1), root / "reference", steps)
         yield replace(reference, label="reference")
-        for number, other in enumerate(wanted):
-            row, digests = _trace(opened, other, root / str(number), name)
+        for number, other in enumerate(each.within(reference.steps) for each in wanted):
+            row, digests = subject.trace(other, root / str(number), steps)
             if not other.exact:
                 row = _distance(row, root / "reference", root / str(number))
                 if row.distance is not None and row.distance <= row.bound:
@@ -182,27 +222,46 @@ def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) ->
             if step is None and row.weights_sha256 == reference.weights_sha256:
                 yield row
                 continue
-            at = step or steps
+            at = step or reference.steps
             own = digests.get(at, {})
             names = [key for key, value in expected.get(at, {}).items() if own.get(key) != value]
-            yield replace(row, difference=_measure(opened, other, at, names, root, name))
+            yield replace(row, difference=_measure(subject, other, at, names, root))
             return
 
 
-def _trace(opened: OpenJob, placed: VerifyPlacement, folder: Path, name: str) -> tuple[VerifyRow, StepDigests]:
-    config = placed.config.changed(
-        digests=True, checkpoint_every=opened.steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
+@contextmanager
+def runs_folder() -> Iterator[Path]:
+    """A temporary folder for the runs. Of a run that failed, all but its checkpoints stays: the error names its log."""
+    root = Path(tempfile.mkdtemp(prefix="shoal-verify-"))
+    kept: Path | None = None
+    try:
+        yield root
+    except RunFailed as error:
+        kept = Path(error.report["folder"])
+        error.where = (*error.where, f"kept: {kept}")
+        raise
+    finally:
+        for folder in root.iterdir():
+            shutil.rmtree(folder / "checkpoints" if folder == kept else folder, ignore_errors=True)
+        if kept is None:
+            root.rmdir()
+
+
+def traced_config(placed: VerifyPlacement, folder: Path, steps: int) -> RunConfig:
+    """The configuration of a run whose every step is recorded."""
+    return placed.config.changed(
+        digests=True, checkpoint_every=steps + 1, run_dir=folder, quiet=True, elastic=False, predict=False
     )
-    launcher = None if placed.lab is None else placed.lab.launcher
-    if config.checkpoint.stop_after is not None:
-        with suppress(Stopped):
-            train_opened(opened, config, name=name, launcher=launcher)
-        config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
-    report = train_opened(opened, config, name=name, launcher=launcher)
-    sha256, seconds = report.weights_sha256, report.seconds
-    row = VerifyRow(label=placed.label, weights_sha256=sha256, seconds=seconds, steps=report.steps)
+
+
+def verify_row(placed: VerifyPlacement, report: dict[str, Any]) -> VerifyRow:
+    sha256, seconds = str(report["weights_sha256"]), float(report["seconds"])
+    return VerifyRow(label=placed.label, weights_sha256=sha256, seconds=seconds, steps=int(report["steps"]))
+
+
+def read_digests(folder: Path) -> StepDigests:
     events = (decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines())
-    return row, {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
+    return {event.step: event.tensors for event in events if isinstance(event, StepDigest)}
 
 
 def _distance(row: VerifyRow, reference: Path, folder: Path) -> VerifyRow:
@@ -221,14 +280,11 @@ def _first_difference(expected: StepDigests, found: StepDigests) -> int | None:
     return next((step for step in sorted(expected) if found.get(step) != expected[step]), None)
 
 
-def _measure(
-    opened: OpenJob, other: VerifyPlacement, step: int, names: list[str], root: Path, name: str
-) -> WeightDifference:
+def _measure(subject: Verified, other: VerifyPlacement, step: int, names: list[str], root: Path) -> WeightDifference:
     """Runs both again up to the first step that differs, and compares the numbers. `names`: tensors that differ."""
-    short = replace(opened, steps=step)
     again = replace(other, config=other.config.changed(stop_after=None))
-    _trace(short, placement(workers=1), root / "reference-again", name)
-    _trace(short, again, root / "again", name)
+    subject.trace(placement(workers=1), root / "reference-again", step)
+    subject.trace(again, root / "again", step)
     left, _ = load_weights(root / "reference-again" / "model.safetensors")
     right, _ = load_weights(root / "again" / "model.safetensors")
     differing = [key for key in names if not torch.equal(left[key], right[key])]
@@ -269,8 +325,8 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     opened = open_job(base)
     source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
-    with tempfile.TemporaryDirectory(prefix="shoal-plain-") as text:
-        folder = Path(text) / "run"
+    with runs_folder() as root:
+        folder = root / "run"
         config = RunConfig().changed(workers=workers, run_dir=folder, quiet=True, elastic=False, predict=False)
         train_opened(calm, config, name=name)
         weights, _ = load_weights(folder / "model.safetensors")

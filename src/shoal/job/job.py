@@ -4,6 +4,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,22 @@ class Job:
     tokens: int | None = None  # of a sample: reports then show tokens per second, too
     name: str = "job"
     _lanes_given: bool = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, *positional: Any, **given: Any) -> "Job":
+        """Names that are no fields, and fields that are missing, are said in the words of a job; Python's own error
+        would name `__init__`."""
+        known = {item.name: item for item in dataclasses.fields(cls) if item.init}
+        if positional:
+            raise JobError("the fields of a job are given by name", fix="Job(model=…, data=…, loss=…, optimizer=…)")
+        for name in (name for name in given if name not in known):
+            near = get_close_matches(name, known, n=1)
+            fix = f"did you mean {near[0]}={_short(given[name])}?" if near else f"one of {', '.join(known)}"
+            raise JobError(f"a job has no field {name}", fix=fix)
+        missing = [name for name, item in known.items() if name not in given and _is_required(item)]
+        if given and missing:  # nothing is given where an instance is copied
+            fix = f"Job(…, {', '.join(f'{name}=…' for name in missing)})"
+            raise JobError(f"a job without {', '.join(missing)} cannot be trained", fix=fix)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         loader_batch = getattr(self.data, "batch_size", None)
@@ -146,6 +163,12 @@ class Job:
         assert self.batch is not None
         return self.batch
 
+    def lanes_for(self, replicas: int) -> int | None:
+        """So many lanes that each of so many replicas has one: a power of two, or the fewest that divide the batch."""
+        power = 1 << (replicas - 1).bit_length()
+        wanted = (power, *range(replicas, self.batch_size + 1))
+        return next((lanes for lanes in wanted if self.batch_size % (lanes * self.microbatches) == 0), None)
+
     def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
             raise JobError(f"the data has {samples} samples, fewer than a batch of {self.batch}", fix="a smaller batch")
@@ -178,6 +201,14 @@ class Job:
         if "lanes" not in changes and not self._lanes_given:
             changes["lanes"] = None
         return dataclasses.replace(self, **changes)
+
+
+def _is_required(item: "dataclasses.Field[Any]") -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, bool | int | float | str) else "…"
 
 
 def _default_lanes(batch: int) -> int:

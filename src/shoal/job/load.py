@@ -1,22 +1,18 @@
 """Jobs from Python files: `digits.py`, or `digits.py:small` where a file holds several."""
 
 import importlib.util
+import shlex
 import sys
 import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import InputError, JobError, ShoalError
+from shoal.errors import InputError, ShoalError
 from shoal.job.job import Job
+from shoal.job.read_source import file_kind
+from shoal.job.settings import parse_setting
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
-
-EVERY = ("evaluate_every", "checkpoint_every")
-INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "tokens")
-NUMBERS = ("clip_norm",)
-SWITCHES = ("shuffle", "compile")
-STRINGS = ("last", "isa", "precision", "target", "name")
-SETTABLE = INTEGERS + NUMBERS + SWITCHES + STRINGS
 
 
 def load_job(spec: str, settings: list[str] | None = None) -> Job:
@@ -25,8 +21,11 @@ def load_job(spec: str, settings: list[str] | None = None) -> Job:
     path = Path(path_text)
     if not path.is_file():
         near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "shoal train path/to/file.py"
+        hint = f"did you mean {shlex.quote(str(path.parent / near[0]))}?" if near else "shoal train path/to/file.py"
         raise InputError(f"there is no file {path}", fix=hint)
+    if not name and file_kind(path) in ("joins", "script"):
+        fix = f"shoal run {shlex.quote(path_text)}"
+        raise InputError(f"{path} has no shoal.Job but a loop of its own, which only shoal run starts", fix=fix)
     module = _load(path)
     jobs = {key: value for key, value in vars(module).items() if isinstance(value, Job)}
     job = _choose(path, name, jobs, module)
@@ -76,32 +75,14 @@ def _choose(path: Path, name: str, jobs: dict[str, Job], module: Any) -> Job:
                 return made
         held = ", ".join(jobs) or "none"
         near = get_close_matches(name, jobs, n=1)
-        raise InputError(f"{path} has no job named '{name}'; it has {held}", fix=f"{path}:{near[0]}" if near else None)
+        raise InputError(
+            f"{path} has no job named '{name}'; it has {held}", fix=shlex.quote(f"{path}:{near[0]}") if near else None
+        )
     if "job" in jobs:
         return jobs["job"]
     if len(jobs) == 1:
         return next(iter(jobs.values()))
     if not jobs:
-        raise InputError(f"{path} has no shoal.Job", fix="job = shoal.Job(model=…, data=…, …)")
-    raise InputError(f"{path} has several jobs: {', '.join(jobs)}", fix=f"{path}:{next(iter(jobs))}")
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Splits `steps=50` into a field's name and its value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise InputError(f"--set {text}: a name and a value are needed", fix="--set steps=50")
-    if name not in SETTABLE:
-        near = get_close_matches(name, SETTABLE, n=1)
-        hint = f"did you mean --set {near[0]}={value}?" if near else f"one of {', '.join(SETTABLE)}"
-        raise JobError(f"--set {name}: a job has no such setting", fix=hint)
-    if value.lower() == "none":
-        return name, None
-    if name in SWITCHES:
-        if value.lower() not in ("true", "false"):
-            raise JobError(f"--set {text}: '{value}' is neither true nor false", fix=f"--set {name}=true")
-        return name, value.lower() == "true"
-    try:
-        return name, int(value) if name in INTEGERS else float(value) if name in NUMBERS else value
-    except ValueError:
-        raise JobError(f"--set {text}: '{value}' is not a {'whole ' if name in INTEGERS else ''}number") from None
+        fix = f"job = shoal.Job(model=…, data=…, …); a script: shoal run {shlex.quote(str(path))}"
+        raise InputError(f"{path} has no shoal.Job", fix=fix)
+    raise InputError(f"{path} has several jobs: {', '.join(jobs)}", fix=shlex.quote(f"{path}:{next(iter(jobs))}"))

@@ -106,12 +106,7 @@ def make_plan(
     layout = ParallelLayout(data=workers) if layout is None else layout
     replicas = layout.data
     if replicas > lanes:
-        what = "replica" if layout.replica_size > 1 else "worker"
-        raise PlanError(
-            f"{replicas} {what}s but {lanes} lanes: each {what} needs a lane",
-            fix=f"--workers {lanes * layout.replica_size}, or lanes={1 << (replicas - 1).bit_length()}"
-            " (other bits than before)",
-        )
+        raise too_few_lanes(lanes, layout, f"lanes={1 << (replicas - 1).bit_length()}")
     if layout.zero >= 2 and shares is not None:
         same = f"zero={layout.zero} gives every worker the same lanes"
         raise PlanError(f"{same}, and --shares {shares} others", fix="zero=1")
@@ -136,6 +131,15 @@ def make_plan(
         exact=exact,
         algorithm=algorithm,
         compress=compress,
+    )
+
+
+def too_few_lanes(lanes: int, layout: ParallelLayout, more: str) -> PlanError:
+    """`more`: what to type for more lanes."""
+    what = "replica" if layout.replica_size > 1 else "worker"
+    return PlanError(
+        f"{layout.data} {what}s but {lanes} lanes: each {what} needs a lane",
+        fix=f"--workers {lanes * layout.replica_size}, or {more}: another job than with {lanes} lanes, with other bits",
     )
 
 

@@ -6,7 +6,6 @@ Process-wide settings that the script changes (arguments, paths, generators, tor
 prints are dropped. Files that the script writes before that point stay.
 """
 
-import ast
 import contextlib
 import io
 import os
@@ -45,23 +44,6 @@ class TracedScript:
     source: DataSource
     closure: Callable[[Any], Any]
     mode: Any  # of its fake tensors
-
-
-def has_own_loop(path: Path) -> bool:
-    """Whether a file calls `shoal.join` and makes no job. Parses the file and does not run it."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return False
-    names = {_shoal_call(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return "join" in names and "Job" not in names
-
-
-def _shoal_call(call: ast.expr) -> str:
-    """The name in `shoal.NAME(…)`, or in `NAME(…)` of an imported name."""
-    if isinstance(call, ast.Attribute):
-        return call.attr if isinstance(call.value, ast.Name) and call.value.id == "shoal" else ""
-    return call.id if isinstance(call, ast.Name) else ""
 
 
 def run_until_backward(path: str, arguments: Sequence[str], look: Callable[[TracedScript], T]) -> T:

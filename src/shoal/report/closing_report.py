@@ -1,7 +1,12 @@
-"""The closing report, from `report.json` alone: `shoal report RUN` prints what the run printed at its end."""
+"""The closing report, from `report.json` alone: `shoal report RUN` prints what the run printed at its end, and more.
 
+At the end of a run of seconds only what holds for it is printed: the result and how to check it. Speed-up, its laws and
+predictions are noise there; `-v` and `shoal report` have them.
+"""
+
+import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +28,22 @@ from shoal.report.worker_output import clean
 _PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
 _MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 _SPELLED = {"×": "x", "…": "...", "–": "-", "µ": "u", "✔": "ok", "✘": "failed", "■": "stopped"}
+RowMaker = Callable[[Report], Iterable[Row]]
 MEMBERS = "members"  # the row that is a drawing
 SHARDS_SHOWN = 16
+BRIEF_SECONDS, BRIEF_STEPS = 60.0, 100  # below either, a run is too short to judge its speed by
 
 
 class ClosingReport:
-    """Rows of a label and a text that wraps beside it, for the width and the encoding of the console. `prediction`
-    adds a table of predicted and measured times."""
+    """Rows of a label and a text that wraps beside it, for the width and the encoding of the console. `details`: all
+    that was measured, also of a short run."""
 
-    def __init__(self, report: Report, *, prediction: bool = False) -> None:
-        self._report, self._prediction = report, prediction
+    def __init__(self, report: Report, *, details: bool = False) -> None:
+        self._report, self._details = report, details
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _encodable(_title(self._report), options)
-        found = rows(self._report, prediction=self._prediction)
+        found = rows(self._report, details=self._details)
         label_width = max([9, *(len(label) for label, _ in found)])
         room = max(20, options.max_width - label_width - 5)
         for label, text in found:
@@ -60,12 +67,23 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
     return Text(plain.encode("ascii", "replace").decode())
 
 
-def rows(report: Report, *, prediction: bool = False) -> list[Row]:
-    """`prediction` adds predicted and measured times, the histogram of staleness and a row per server."""
-    first = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _model_shards, _traffic)
-    details = (servers_text.staleness, servers_text.server_rows, prediction_rows) if prediction else ()
-    last = (incident_rows, _members, _most_gain, _files, _next)
-    return [row for part in (*first, servers_text.servers, *details, *last) for row in part(report)]
+def rows(report: Report, *, details: bool = False) -> list[Row]:
+    """`details` adds predicted and measured times, the histogram of staleness and a row per server, and to the rows of
+    a short run those of a long one."""
+    if is_brief(report) and not details:
+        parts: tuple[RowMaker, ...] = (_failure, _weights, _results, _layout, _brief_speed, _brief_step, _model_shards)
+        parts += (_brief_traffic, servers_text.servers, incident_rows, _members, _files, _more, _next)
+    else:
+        parts = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _model_shards, _traffic)
+        parts += (servers_text.servers,)
+        parts += (servers_text.staleness, servers_text.server_rows, prediction_rows) if details else ()
+        parts += (incident_rows, _members, _most_gain, _files, _next)
+    return [row for part in parts for row in part(report)]
+
+
+def is_brief(report: Report) -> bool:
+    """Whether the run was too short to judge its speed by."""
+    return bool(report["seconds"] < BRIEF_SECONDS or report["steps"] < BRIEF_STEPS)
 
 
 def runs_table(lines: Iterable[RunLine]) -> RenderableType:
@@ -74,7 +92,7 @@ def runs_table(lines: Iterable[RunLine]) -> RenderableType:
         table.add_column(name, justify="right" if name in ("workers", "steps", "loss") else "left", overflow="fold")
     for line in lines:
         table.add_row(
-            line.id,
+            Text(line.path if line.elsewhere else line.id),
             Text(line.job),
             "?" if line.workers is None else str(line.workers),
             Text(line.outcome, style=_MARKS.get(line.outcome, ("", "dim"))[1]),
@@ -153,8 +171,8 @@ def _weights(report: Report) -> Iterator[Row]:
         exact = f"not exact: {_why_not_exact(report)}"
     if sha256:
         servers = report.get("servers")
-        how = f" --servers {servers['servers']}" if servers else ""
-        check = f"    check: shoal verify {report['job']}{how}"
+        how = ["--servers", str(servers["servers"])] if servers else []
+        check = f"    check: {_command(report, 'verify', *how)}" if _is_file(report) else ""
         check = check if report["exact"] and report["outcome"] == "done" else ""
         yield "weights", f"sha256 {sha256[:8]}…{sha256[-3:]}    {exact}{check}"
     elif report["exact"] is False:
@@ -204,15 +222,27 @@ def _target_text(report: Report) -> str | None:
     return f"{words} reached{after} (step {target['step']:,})"
 
 
-def _speed(report: Report) -> Iterator[Row]:
-    speed, speedup = report["samples_per_second"], report["speedup"]
-    if speed is None:
-        return
-    text = f"{human.rate(speed)} samples/s"
+def _brief_speed(report: Report) -> Iterator[Row]:
+    text = _rate(report)
+    if text:
+        yield "speed", f"{text} on {human.plural(report['workers'], 'worker')}"
+
+
+def _rate(report: Report) -> str:
+    if report["samples_per_second"] is None:
+        return ""
+    text = f"{human.rate(report['samples_per_second'])} samples/s"
     if report.get("tokens_per_second") is not None:
         text += f", {human.rate(report['tokens_per_second'])} tokens/s"
+    return text
+
+
+def _speed(report: Report) -> Iterator[Row]:
+    text, speedup = _rate(report), report["speedup"]
+    if not text:
+        return
     if report["workers"] == 1:
-        yield "speed", f"{text} on 1 worker"
+        yield from _brief_speed(report)
         return
     if speedup["over_one_worker"] is not None:
         text += f": {human.times(speedup['over_one_worker'])} worker {speedup.get('reference_worker') or 0} alone"
@@ -227,6 +257,11 @@ def _speed(report: Report) -> Iterator[Row]:
 
 
 def _step(report: Report) -> Iterator[Row]:
+    for label, text in _brief_step(report):
+        yield label, f"{text}{predicted_text(report)}"
+
+
+def _brief_step(report: Report) -> Iterator[Row]:
     step_ms = report["step_ms"]
     if step_ms is None:
         return
@@ -234,7 +269,7 @@ def _step(report: Report) -> Iterator[Row]:
         {part: step_ms[part] for part in _PARTS_IN_ORDER}, human.decimals(step_ms["total"])
     )
     split = " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms))
-    yield "a step", f"{total} ms = {split}{predicted_text(report)}"
+    yield "a step", f"{total} ms = {split}"
 
 
 def _layout(report: Report) -> Iterator[Row]:
@@ -251,6 +286,13 @@ def _lanes(report: Report) -> Iterator[Row]:
     share = f"{human.percent(cost['share_of_step'])} of the step"
     compared = f" ({cost['lanes']} one by one {separate} ms, at once {joint} ms)" if cost["lanes"] > 1 else ""
     yield "lanes", f"{held} on {human.plural(report['workers'], 'worker')} cost {share}{compared}"
+
+
+def _brief_traffic(report: Report) -> Iterator[Row]:
+    """Gradients that leave the host, or were meant to travel in another way than they did."""
+    traffic = report.get("traffic")
+    if traffic and (traffic["transport"] not in ("", "shared memory") or traffic["unused_levels"] or traffic["reason"]):
+        yield from _traffic(report)
 
 
 def _traffic(report: Report) -> Iterator[Row]:
@@ -304,6 +346,11 @@ def _files(report: Report) -> Iterator[Row]:
         yield "files", f"{report['folder'].rstrip('/')}/   {'  '.join(report['files'])}"
 
 
+def _more(report: Report) -> Iterator[Row]:
+    if report["folder"] and report["step_ms"] is not None:
+        yield "more", f"shoal report {shlex.quote(_handle(report))}"
+
+
 def _next(report: Report) -> Iterator[Row]:
     if report["outcome"] == "done":
         return
@@ -314,7 +361,18 @@ def _next(report: Report) -> Iterator[Row]:
         yield "saved", "nothing: no checkpoint was written"
         return
     if report["job"] and report["run"]:
-        yield "next", f"shoal {report.get('command') or 'train'} {report['job']} --resume {_handle(report)}"
+        yield "next", _command(report, report.get("command") or "train", "--resume", _handle(report))
+
+
+def _is_file(report: Report) -> bool:
+    """Whether the run's job or script is a file: `shoal.train` in Python has only a name for it."""
+    return str(report["job"]).partition(":")[0].endswith(".py")
+
+
+def _command(report: Report, command: str, *options: str) -> str:
+    """A command about the run's job or script, to be pasted into a shell."""
+    arguments = report.get("arguments") or []
+    return shlex.join(["shoal", command, str(report["job"]), *options, *(["--", *arguments] if arguments else [])])
 
 
 def _handle(report: Report) -> str:

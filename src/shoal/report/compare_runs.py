@@ -1,5 +1,6 @@
 """Compares runs by their folders: speed, loss over time, time to the target, and the best of them."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def read_compared_run(folder: RunFolder) -> ComparedRun:
     except FileNotFoundError:
         raise InputError(
             f"{folder.path} has no report yet: the run goes on, or was killed",
-            fix=f"--resume {folder.path} goes on with it",
+            fix=f"--resume {shlex.quote(str(folder.path))} goes on with it",
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None

@@ -17,6 +17,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     run: str
     job: str
     command: str = "train"
+    arguments: list[str] = []  # of a script
     workers: int
     layout: str
     lanes: int

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import os
 import secrets
+import shlex
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import InputError, RunFolderError
-from shoal.report import atomic_write
+from shoal.report import atomic_write, run_index
 from shoal.report.events import (
     AnyEvent,
     ModelEvaluated,
@@ -52,7 +53,7 @@ class RunFolder:
             if held:
                 raise RunFolderError(
                     f"{run_dir} already holds a run ({', '.join(held)}), and a new run needs a folder of its own",
-                    fix=f"--resume {run_dir} to go on with it, or another folder",
+                    fix=f"--resume {shlex.quote(str(run_dir))} to go on with it, or another folder",
                 )
         made = run_dir is None or not atomic_write.exists(run_dir)
         try:
@@ -167,6 +168,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     loss: float | None = None
     metrics: dict[str, float | None] = {}
+    elsewhere: bool = False  # its folder is not under the others': its path names it
 
 
 def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
@@ -190,7 +192,8 @@ def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
 
 def list_runs(root: Path = DEFAULT_ROOT) -> list[RunLine]:
     """All runs, newest first. A run whose files cannot be read is listed without details."""
-    return [_run_line(RunFolder(path)) for path in _newest_first(root)]
+    lines = [(path, _run_line(RunFolder(path))) for path in _newest_first(root)]
+    return [msgspec.structs.replace(line, elsewhere=path.parent != root) for path, line in lines]
 
 
 def _run_line(folder: RunFolder) -> RunLine:
@@ -267,10 +270,11 @@ def _is_run(path: Path) -> bool:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    try:
-        paths = [path for path in root.iterdir() if _is_run(path)]
-    except OSError:
-        return []
+    """The runs under `root`, and those that were noted there because their folders lie elsewhere."""
+    paths = run_index.runs_elsewhere(root)
+    with contextlib.suppress(OSError):
+        paths += root.iterdir()
+    paths = [path for path in paths if _is_run(path)]
     return sorted(paths, key=lambda path: (-_last_written(path), path.name))
 
 

@@ -18,7 +18,8 @@ from shoal.job.job import Job
 from shoal.numerics import kernels
 from shoal.numerics.describe import describe
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.plan import make_plan
+from shoal.parallel.layout import ParallelLayout
+from shoal.parallel.plan import make_plan, too_few_lanes
 from shoal.report.atomic_write import write_json
 from shoal.worker.build_model import whole_model
 from shoal.worker.context import current_context
@@ -71,6 +72,9 @@ def join(
     )
     schedule = checked.schedule(source.samples)
     config, comm = context.config, context.config.comm_options
+    if context.plan is None and context.size > checked.lane_count:
+        more = f"shoal.join(…, lanes={checked.lanes_for(context.size) or context.size})"
+        raise too_few_lanes(checked.lane_count, ParallelLayout(data=context.size), more)
     plan = context.plan or make_plan(
         lanes=checked.lane_count,
         workers=context.size,

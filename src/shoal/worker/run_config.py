@@ -213,6 +213,8 @@ class Output(ConfigGroup):
     predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT has it (on)", flag=None)
     plain: bool = option(False, "lines instead of the live view")
     quiet: bool = option(False, "only the closing report", short="-q")
+    verbose: bool = option(False, "all that was measured in the closing report, also of a short run", short="-v")
+    listed: bool = option(False, "shoal runs lists it, wherever its folder is", flag=None)
 
 
 @dataclass(frozen=True, kw_only=True)

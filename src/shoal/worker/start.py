@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +13,11 @@ from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext, torchrun_store
+from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.main import reporting_failures
+
+PROCESS_LINE = f"{LOG_ONLY}process "  # begins the line that names a process in its log
 
 
 class StopNotice:
@@ -63,6 +68,7 @@ class WorkerProgram:
 
     def main(self, startup: WorkerStartup) -> int:
         """Runs in the process; returns its exit code. Everything that the driver had loaded is there."""
+        self._log_process(startup.rank)
         context, serve, shard = self._context(startup), self.serve_shard, startup.rank - self.context.size
         if serve is None or shard < 0:
             with reporting_failures(context, str(self.run.log(startup.rank))) as code:
@@ -71,6 +77,13 @@ class WorkerProgram:
             with reporting_failures(context, str(self.run.server_log(shard))) as code:
                 serve(context, shard)
         return code[0]
+
+    def _log_process(self, rank: int) -> None:
+        """The first line of a process in its log: which process it is."""
+        name = f"worker {rank}" if rank < self.context.size else f"server {rank - self.context.size}"
+        host = os.environ.get("SHOAL_HOST") or os.uname().nodename
+        text = f"{PROCESS_LINE}{os.getpid()} is {name} on {host}, since {time.strftime('%H:%M:%S')}"
+        print(text, file=sys.stderr, flush=True)
 
     def _context(self, startup: WorkerStartup) -> WorkerContext:
         failure, folder = self.context.config.failure, self.run.path

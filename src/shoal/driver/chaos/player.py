@@ -5,6 +5,7 @@ its processes by the kernel.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -217,7 +218,7 @@ class ChaosPlayer:
         found = self.folder / "why.txt"
         with suppress(ShoalError, OSError):
             found.write_text(render(why(RunFolder(self.folder)), run=self.folder.name) + "\n")
-        return RunError(message, where=[*self._log(), str(found)], fix=f"shoal report {self.folder}")
+        return RunError(message, where=[*self._log(), str(found)], fix=f"shoal report {shlex.quote(str(self.folder))}")
 
     def _report(self) -> dict[str, Any]:
         try:

@@ -1,6 +1,7 @@
 """One file with the weights alone, which plain PyTorch and every safetensors reader can load.
 
-A tied weight is stored once; its other names are in the metadata, as JSON under `aliases`.
+A tied weight is written under each of its names, so that `model.load_state_dict(load_file(path), strict=True)` works;
+which names are one weight is in the metadata, as JSON under `aliases`. (Shoal 0.2 wrote a tied weight once.)
 """
 
 import json
@@ -31,15 +32,19 @@ def export_stored(path: Path, stored: StoredTensors, aliases: dict[str, str]) ->
 
 
 def _export(path: Path, specs: TensorSpecs, read: Callable[[str], Tensor], aliases: dict[str, str]) -> None:
+    known = {name: target for name, target in aliases.items() if target in specs}
+    every = dict(specs) | {name: specs[target] for name, target in known.items()}
+    metadata = {"format": "pt", "aliases": json.dumps(aliases)}
     with written_atomically(path) as beside:
-        write_safetensors(beside, specs, read, {"format": "pt", "aliases": json.dumps(aliases)})
+        write_safetensors(beside, every, lambda name: read(known.get(name, name)), metadata)
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights by the names that they are stored under, and the aliases."""
+    """The weights, a tied weight once, and the aliases: its other names."""
     stored, aliases = _open_weights(path)
     with stored:
-        return {name: stored.read("weights", name) for name in sorted(stored.index["weights"])}, aliases
+        names = [name for name in sorted(stored.index["weights"]) if aliases.get(name, name) == name]
+        return {name: stored.read("weights", name) for name in names}, aliases
 
 
 def check_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], other: Collection[str] = ()) -> None:
@@ -54,6 +59,7 @@ def check_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], other: Coll
     for name, shape in shapes.items():
         _check_shape(path, name, entries[aliases.get(name, name)].shape, shape)
     known = {*shapes, *other, *(aliases.get(name, name) for name in shapes)}
+    known |= {name for name, target in aliases.items() if target in known}
     more = [name for name in entries if name not in known]
     if more:
         raise CheckpointError(f"the weights {path} have {_listed(more)}, and the model has not", fix=_FIX)

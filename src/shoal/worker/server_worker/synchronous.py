@@ -6,6 +6,7 @@ When a server was lost and is back, all servers go back to the newest step that 
 them: what followed is done again, with the same bits.
 """
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -273,7 +274,7 @@ class SyncServerWorker(ServerWorker):
             try:
                 requests = plan_rewind(standings, looks)
             except NoCommonSnapshotError as nothing:
-                fix = f"--resume {self.context.folder} goes on from the newest checkpoint"
+                fix = f"--resume {shlex.quote(str(self.context.folder))} goes on from the newest checkpoint"
                 raise RunError(f"no step is kept by all servers: {nothing}", fix=fix) from None
             if not requests:  # other workers may be in the middle of an update
                 time.sleep(POLL_SECONDS)

@@ -1,0 +1,49 @@
+"""Runs whose folders lie elsewhere than under `runs/` (`--run-dir`), so that `shoal runs` knows them, too.
+
+`runs/elsewhere.jsonl` has one line of JSON for each: {"path": "first"}, relative to the folder that holds `runs/` where
+that is possible. Lines are only ever added, each with one write, so commands may do it at the same time; folders that
+are gone, or named twice, are dropped by the reader.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+INDEX_NAME = "elsewhere.jsonl"
+
+
+class IndexLine(msgspec.Struct, frozen=True):
+    path: str
+
+
+def add_run(path: Path, root: Path) -> None:
+    """Notes the folder of a run, unless it is under `root`. Where that cannot be written, the run is not listed."""
+    own, base = path.resolve(), root.resolve().parent
+    if own.parent == root.resolve() or own in _folders(root):
+        return
+    text = str(own.relative_to(base) if own.is_relative_to(base) else own)
+    with contextlib.suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / INDEX_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, msgspec.json.encode(IndexLine(text)) + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def runs_elsewhere(root: Path) -> list[Path]:
+    """The folders that are still there, each once."""
+    return [root.parent / path for path in _folders(root).values() if (root.parent / path).is_dir()]
+
+
+def _folders(root: Path) -> dict[Path, Path]:
+    """Resolved path -> the path as it was noted."""
+    found: dict[Path, Path] = {}
+    with contextlib.suppress(OSError):
+        for line in (root / INDEX_NAME).read_bytes().splitlines():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
+                path = Path(msgspec.json.decode(line, type=IndexLine).path)
+                found[(root.parent / path).resolve()] = path
+    return found
