@@ -19,6 +19,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.recovery.checkpoint.directory import CheckpointDirectory, FoundCheckpoint
+from shoal.worker.start import PROCESS_LINE
 
 HASH = r"\b[0-9a-f]{64}\b"
 
@@ -263,6 +264,13 @@ def newest(run: Path) -> FoundCheckpoint:
 
 def checkpoint_sha256(run: Path) -> str:
     return model_digest(tensor_digests(newest(run).snapshot.weights.items()))
+
+
+def log_lines(run: Path | str, worker: int = 0) -> list[str]:
+    """What a worker printed: its log without the line that names its process."""
+    lines = Path(run, f"worker-{worker}.log").read_text().splitlines()
+    assert lines[0].startswith(PROCESS_LINE), lines
+    return [line for line in lines if not line.startswith(PROCESS_LINE)]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

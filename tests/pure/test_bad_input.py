@@ -29,7 +29,10 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["job.py", "--set", "microbatches=3"],
         ["a batch of 16 cannot be cut into 4 lanes of 3 microbatches (12 in all)", "batch=12 or 24"],
     ),
-    "more workers than lanes": (["job.py", "--workers", "5"], ["5 workers but 4 lanes", "--workers 4, or lanes=8"]),
+    "more workers than lanes": (
+        ["job.py", "--workers", "5"],
+        ["5 workers but 4 lanes", "--workers 4, or --set lanes=8"],
+    ),
     "no workers": (["job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
     "workers in words": (["job.py", "--workers", "two"], ["--workers", "'two'", "shoal train --help"]),
     "data smaller than a batch": (

@@ -17,7 +17,7 @@ from rich.console import Console
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
-from shoal.report.closing_report import ClosingReport, runs_table
+from shoal.report.closing_report import ClosingReport, is_brief, runs_table
 from shoal.report.events import (
     TIME_PARTS,
     AnyEvent,
@@ -49,13 +49,12 @@ def started(workers: int = 2, *, time: float = 100.0, steps: int = 40, **more: A
     return RunStarted(
         time=time,
         run="7f3a",
-        job="text.py",
         workers=workers,
         layout=f"data={workers}",
         lanes=4,
         steps_per_epoch=20,
         steps=steps,
-        **{"exact": True, **more},
+        **{"job": "text.py", "exact": True, **more},
     )
 
 
@@ -100,10 +99,10 @@ def tallied(events: Sequence[AnyEvent]) -> RunTally:
     return tally
 
 
-def printed(value: dict[str, Any], width: int = 120) -> str:
+def printed(value: dict[str, Any], width: int = 120, *, details: bool = True) -> str:
     """The closing report of what a program reads from report.json, as text."""
     console = Console(file=io.StringIO(), width=width)
-    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value))))
+    console.print(ClosingReport(msgspec.json.decode(msgspec.json.encode(value)), details=details))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -487,6 +486,45 @@ def test_closing_report_says_what_is_known_and_no_more() -> None:
     assert "target" not in bare
 
 
+def test_the_report_of_a_run_of_seconds_says_what_holds_for_it() -> None:
+    cost = LaneCost(time=104.0, lanes=2, separate_seconds=0.044, joint_seconds=0.04)
+    value = summarize_run(tallied([*TWO_WORKERS, cost, FINISHED]), folder="runs/7f3a", files=["events.jsonl"])
+    assert is_brief(value) and value["speedup"]["amdahl_limit"], "report.json has it all"
+    value["prediction"] = {
+        "step_ms": {"predicted": 5.5, "measured": 50.0, "error": -0.89},
+        "evaluation_ms": 0.0,
+        "named": True,
+    }
+    text = printed(value, details=False)
+    for fact in (
+        "check: shoal verify text.py",
+        "1,280 samples/s on 2 workers\n",
+        "50.0 ms = compute 42.0 + merge 3.0 + wait 2.0 + data 1.0 + apply 1.5 + other 0.5\n",
+        "more        shoal report 7f3a",
+    ):
+        assert fact in text
+    for noise in ("Amdahl", "Gustafson", "predicted", "alone", "lanes "):
+        assert noise not in text
+    value |= {"seconds": 61.0, "steps": 100}
+    assert not is_brief(value)
+    long = printed(value, 200, details=False)
+    assert "Amdahl" in long and "predicted 5.50 (89 % low)" in long and "more  " not in long
+    assert is_brief(value | {"steps": 99}) and is_brief(value | {"seconds": 59.0})
+
+
+def test_commands_in_a_report_can_be_pasted() -> None:
+    script = started(job="my runs/own.py", command="run", arguments=["--name", "two words"])
+    value = summarize_run(tallied([script, *TWO_WORKERS[1:], FINISHED]), folder="far away/7f3a")
+    assert "check: shoal verify 'my runs/own.py' -- --name 'two words'" in printed(value, 200)
+    assert "shoal report 'far away/7f3a'" in printed(value, details=False)
+    stopped = msgspec.structs.replace(FINISHED, step=20, stopped="asked to stop", resumable=True)
+    value = summarize_run(tallied([script, *TWO_WORKERS[1:], stopped]), folder="far away/7f3a")
+    wanted = "next        shoal run 'my runs/own.py' --resume 'far away/7f3a' -- --name 'two words'"
+    assert wanted in printed(value, 200)
+    python = summarize_run(tallied([started(job="job"), *TWO_WORKERS[1:], FINISHED]))
+    assert "check" not in printed(python), "a job without a file cannot be named on a command line"
+
+
 def test_closing_report_of_a_run_that_is_not_exact_says_so() -> None:
     text = printed(summarize_run(tallied([started(exact=False), *TWO_WORKERS[1:], FINISHED])))
     assert "not exact" in text
@@ -547,8 +585,9 @@ def test_narrow_screens_get_every_word(width: int) -> None:
 
 def test_closing_report_can_be_written_in_ascii() -> None:
     raw = io.BytesIO()
+    value = summarize_run(tallied([*TWO_WORKERS, FINISHED]))
     with io.TextIOWrapper(raw, encoding="ascii") as stream:
-        Console(file=stream, width=100).print(ClosingReport(summarize_run(tallied([*TWO_WORKERS, FINISHED]))))
+        Console(file=stream, width=100).print(ClosingReport(value, details=True))
         stream.flush()
         assert b"1.7 x worker 0 alone" in raw.getvalue()
 

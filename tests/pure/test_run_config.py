@@ -81,11 +81,11 @@ def test_help_has_the_field_s_own_sentence() -> None:
     ],
 )  # fmt: skip
 def test_flags_and_python_say_the_same(words: list[str], fields: dict[str, Any]) -> None:
-    assert given(*words) == RunConfig().changed(detached=True, **fields) != given()
+    assert given(*words) == RunConfig().changed(detached=True, listed=True, **fields) != given()
 
 
 def test_flags_that_are_not_given_change_nothing() -> None:
-    assert given() == RunConfig().changed(detached=True)
+    assert given() == RunConfig().changed(detached=True, listed=True)
 
 
 # -- groups and flat names --------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def value_of(events: Sequence[AnyEvent], **more: Any) -> dict[str, Any]:
 
 def printed(value: dict[str, Any], *, whole: bool = False) -> str:
     console = Console(file=io.StringIO(), width=140)
-    console.print(ClosingReport(value, prediction=whole))
+    console.print(ClosingReport(value, details=whole))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedulers
 
 from shoal.errors import CheckpointError
 from shoal.numerics.digest import quick_digest, tensor_digests, tensor_sha256
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
+from shoal.recovery.checkpoint.export import check_weights, export_weights, initial_weights, load_weights
 from shoal.recovery.checkpoint.files import Snapshot
 from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.serialize import decode, encode
@@ -28,6 +30,7 @@ from shoal.recovery.checkpoint.state import (
     restore_optimizer,
     restore_scheduler,
     restore_weights,
+    shapes_of,
 )
 
 
@@ -372,6 +375,25 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     )
     assert isinstance(resumed.model, Tied)
     assert resumed.model.decoder.weight is resumed.model.encoder.weight
+
+
+def test_exported_tied_weights_load_strictly(tmp_path: Path) -> None:
+    trained, path, once = Tied(), tmp_path / "model.safetensors", tmp_path / "once.safetensors"
+    weights, aliases = capture_weights(trained)
+    export_weights(path, weights, aliases)
+    loaded = load_file(path)
+    fresh = Tied()
+    fresh.load_state_dict(loaded, strict=True)
+    assert tensor_digests(fresh.state_dict().items()) == tensor_digests(trained.state_dict().items())
+    # Shoal 0.2 wrote a tied weight once, with its other names in the metadata.
+    save_file(weights, once, {"format": "pt", "aliases": json.dumps(aliases)})
+    for file in (path, once):
+        check_weights(file, shapes_of(trained), trained.state_dict().keys())
+        check_weights(file, shapes_of(trained))
+        begun = initial_weights(file)
+        assert tensor_digests(sorted(begun.items())) == tensor_digests(sorted(trained.state_dict().items()))
+        found, other_names = load_weights(file)
+        assert (set(found), other_names) == (set(weights), aliases)
 
 
 def test_tying_that_differs_is_refused() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import shoal as library
-from helpers.command import HASH, Caller, Forked, command, events, shoal, write_job
+from helpers.command import HASH, Caller, Forked, command, events, log_lines, shoal, write_job
 from shoal.cli.main import main
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.testing import batch_norm_net, job_for, tied_language_model
@@ -178,7 +178,7 @@ def test_measuring_lanes_prints_nothing_and_harms_nothing(call: Caller, tmp_path
     """After the last step the loss is called a few times more, also with all of a worker's lanes at once."""
     write_job(tmp_path, loss="print('called')\nassert len(output) == 4")
     result = call.train("job.py")
-    assert Path(result.value["folder"], "worker-0.log").read_text() == "called\n" * 8 * 4
+    assert log_lines(result.value["folder"]) == ["called"] * 8 * 4
     assert result.value["outcome"] == "done"
 
 

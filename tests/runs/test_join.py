@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import Caller, Result, events, program
+from helpers.command import Caller, Result, events, log_lines, program
 from helpers.faults import STANDS_DOWN, Faults, crew, until_true
 from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.protocol import WorkerId
@@ -69,7 +69,7 @@ def run(call: Caller, *arguments: str, workers: int = 1) -> Result:
 
 def said(result: Result) -> list[str]:
     """What the leader printed."""
-    return Path(result.value["folder"], "worker-0.log").read_text().splitlines()
+    return log_lines(result.value["folder"])
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_the_same_bits_and_bookkeeping_on_any_number_of_workers(call: Caller) ->
     assert lines[0] == "rate 0.0 updates 12 seen 82", "the scheduler went through its whole curve"
     for result in results[1:]:
         assert said(result) == lines
-        assert Path(result.value["folder"], "worker-1.log").read_text() == "", "only the leader prints"
+        assert log_lines(result.value["folder"], 1) == [], "only the leader prints"
 
 
 def test_workers_that_begin_with_other_weights_get_the_leaders(call: Caller) -> None:

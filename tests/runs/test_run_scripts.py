@@ -1,6 +1,7 @@
 """`shoal run`: any torch.distributed script, unchanged, with what torchrun would have set."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -118,10 +119,13 @@ def test_a_script_finds_what_torchrun_sets_and_its_own_arguments(call: Caller) -
 
 
 def test_what_a_run_of_a_script_leaves(call: Caller) -> None:
-    result = run(call, "import os\nprint('hello', os.environ['RANK'])\n", "--json", "--", "a")
+    result = run(call, "import os\nprint('hello', os.environ['RANK'], os.getpid())\n", "--json", "--", "a")
     assert result.code == 0
     assert result.value["outcome"] == "done"
-    assert Path("run/worker-1.log").read_text() == "hello 1\n"
+    first, second = Path("run/worker-1.log").read_text().splitlines()
+    named = re.fullmatch(r"· process (\d+) is worker 1 on \S+, since \d\d:\d\d:\d\d", first)
+    assert named and second == f"hello 1 {named[1]}", "the log's first line has the process id"
+    assert "process" not in result.err, "and stays in the log"
     record = json.loads(Path("run/config.json").read_text())
     assert (record.pop("format"), record.pop("run_config")["parallel"]["workers"]) == (2, 2)
     assert record == {"script": "script.py", "arguments": ["a"], "workers": 2}

@@ -1,7 +1,9 @@
 """`shoal verify`: equal placements are shown to be equal, and a difference is found, named and measured."""
 
+import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 import shoal
 from helpers.command import HASH, Caller, write_job
+from helpers.job_files import LOOP
 from shoal.driver.verify import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import local_step
 
@@ -81,12 +84,60 @@ def test_a_difference_as_json(call: Caller, tmp_path: Path) -> None:
     assert (difference["others"], difference["largest_absolute"] > 0) == (3, True)
 
 
-def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path) -> None:
+def test_a_job_that_fails_is_not_called_equal(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     write_job(tmp_path, loss="if step == 2:\n    raise ValueError('broken')")
     result = call("verify", "job.py")
     assert result.code == 1
     assert "worker 0, step 2, lane 0: ValueError: broken" in result.err
     assert "equal" not in result.out
+    (log,) = re.findall(r"log: (.*)", result.err)
+    assert "ValueError: broken" in Path(log).read_text(), "the log that the error names is there"
+    assert f"kept: {Path(log).parent}" in result.err
+    (kept,) = tmp_path.glob("shoal-verify-*")
+    assert Path(log).is_relative_to(kept)
+    assert [path.name for path in kept.iterdir()] == ["reference"]
+    assert not (kept / "reference" / "checkpoints").exists()
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """\
+import sys
+
+{loop}
+if "--worker" in sys.argv and run.step > 5:
+    raise SystemExit("the loop is over after the steps that are compared")
+"""
+DEPENDS = "F.cross_entropy(model(b[0]), b[1]) + (model(b[0]).sum() if run.rank and run.step > 2 else 0)"
+
+
+def test_a_script_that_joins_is_verified_as_the_report_advises(call: Caller, tmp_path: Path) -> None:
+    folder = tmp_path / "my loops"
+    folder.mkdir()
+    script = folder / "loop.py"
+    script.write_text(SCRIPT.format(loop=LOOP))
+    trained = call.good("run", "my loops/loop.py", "--workers", "2", "-v", "--", "--lr", "1")
+    advice = " ".join(trained.out.split())
+    assert "check: shoal verify 'my loops/loop.py' -- --lr 1" in advice and "Gustafson" in advice
+    (sha256,) = [json.loads(path.read_text())["weights_sha256"] for path in Path("runs").glob("*/report.json")]
+    whole = call.good("verify", "my loops/loop.py", "--json", "--", "--lr", "1").value
+    rows = [(row["label"], row["weights_sha256"], row["steps"]) for row in whole["rows"]]
+    assert rows == [(label, sha256, 8) for label in ("reference", "1 worker", "2 workers")]
+    short = call.good("verify", "my loops/loop.py", "--workers", "2", "--steps", "5", "--resume", "--", "--worker")
+    assert "my loops/loop.py: 5 steps" in short.out and short.out.count("equal") == 2
+    assert "2 workers, stopped at step 2, resumed on 1" in short.out
+    script.write_text(LOOP.replace("F.cross_entropy(model(b[0]), b[1])", DEPENDS))
+    differs = call("verify", "my loops/loop.py", "--workers", "2", "--steps", "5")
+    assert differs.code == 1
+    assert re.search(
+        r"error: 2 workers: first difference: step 4, 0.weight \(100×6\): \d+ of 600 elements differ, largest absolute"
+        r" \S+, relative \S+, and \d more tensors",
+        differs.err,
+    ), differs.err
+    assert not list(Path(tempfile.gettempdir()).glob("shoal-verify-*/reference")), "nothing is left of runs that ended"
 
 
 # -- against an ordinary loop -----------------------------------------------------------------------------------------
