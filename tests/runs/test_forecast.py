@@ -135,7 +135,7 @@ def test_every_run_records_its_prediction(tmp_path: Path) -> None:
     assert found["memory"]["measured_bytes"] == max(each["peak_bytes"] for each in report.value["model_shards"])
     (event,) = [each for each in RunFolder(Path("run")).read_events() if isinstance(each, RunPredicted)]
     assert event.samples_per_second == told["samples_per_second"]
-    said = [text for label, text in rows(report.value) if label == "a step"]
+    said = [text for label, text in rows(report.value, details=True) if label == "a step"]
     assert "    predicted " in said[0] and said[0].endswith("; laptop preset)")
 
 

@@ -130,6 +130,8 @@ def test_what_a_run_of_a_script_leaves(call: Caller) -> None:
     assert (record.pop("format"), record.pop("run_config")["parallel"]["workers"]) == (2, 2)
     assert record == {"script": "script.py", "arguments": ["a"], "workers": 2}
     assert json.loads(Path("run/report.json").read_text())["outcome"] == "done"
+    (listed,) = call.good("runs", "--json").value
+    assert (listed["path"], listed["elsewhere"], listed["job"]) == ("run", True, "script.py"), "--run-dir is known, too"
 
 
 FAILS = """\
