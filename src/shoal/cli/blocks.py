@@ -9,7 +9,6 @@ import msgspec
 
 from shoal.cli.options import job_argument
 from shoal.cli.parser import CommandParser
-from shoal.job.dataset import open_data
 from shoal.job.job import Job
 from shoal.job.load import load_job
 from shoal.parallel.block_graph import BlockGraph, record_graph
@@ -49,10 +48,10 @@ class BlockLine:
 
 
 def find_lines(job: Job, layout: ParallelLayout, schedule: str = "1f1b", chunks: int | None = None) -> list[BlockLine]:
-    source = open_data(job.data, seed=job.seed, shuffle=job.shuffle)
+    source = job.open_data()
     plan = make_plan(lanes=job.lane_count, workers=layout.workers, layout=layout, schedule=schedule, chunks=chunks)
     made = make_outline(job, source, plan)
-    row = record_graph(made.sketch.model, made.blocks, example_microbatch(job, source))
+    row = record_graph(made.sketch.model, made.blocks, example_microbatch(job, made.sketch.model, source))
     return [_line(row, made, number) for number in range(len(row.segments))]
 
 

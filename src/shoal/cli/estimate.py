@@ -47,7 +47,6 @@ def _work(given: argparse.Namespace) -> Workload:
         if given.settings or given.script_arguments:
             raise InputError("--set and -- ARGS are for files, not for shapes", fix="the shape itself: layers=48,…")
         return workload_of_shape(TransformerShape.parse(given.gpt), given.dtype)
-    from shoal.job.dataset import open_data
     from shoal.job.load import load_job
     from shoal.planner.trace_job import workload_of, workload_of_script
 
@@ -60,7 +59,7 @@ def _work(given: argparse.Namespace) -> Workload:
     if given.script_arguments:
         raise InputError("arguments after -- belong to a script, and a job has --set", fix="--set batch=64")
     job = load_job(given.file, given.settings)
-    return workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
+    return workload_of(job, job.open_data())
 
 
 def _next(given: argparse.Namespace) -> str:

@@ -102,13 +102,12 @@ def _shape(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, st
 
 
 def _job(given: argparse.Namespace) -> tuple[Workload, Cluster, Prediction, str]:
-    from shoal.job.dataset import open_data
     from shoal.job.load import load_job
     from shoal.planner.trace_job import workload_of
 
     options.refuse_shape_flags(given)
     job = load_job(given.file, given.settings)
-    work = workload_of(job, open_data(job.data, seed=job.seed, shuffle=job.shuffle))
+    work = workload_of(job, job.open_data())
     layout = ParallelLayout.parse(given.layout)
     setup = _setup(given, layout, batch=work.batch or 1, microbatch=work.samples, lanes=work.lanes)
     cluster, runtime = options.calibrated(given, options.cluster_of(given), SHOAL)

@@ -142,5 +142,7 @@ def _show(title: str, rows: list[VerifyRow], plain: PlainResult | None) -> None:
             f" {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
             f" worst tensor {plain.worst}: {plain.worst_difference:.2g}"
         )
+        if plain.hint:
+            print(f"  {plain.hint}", file=sys.stderr)
     if rows[-1].difference is not None:
         print(f"error: {rows[-1].label}: {rows[-1].difference}", file=sys.stderr)

@@ -31,7 +31,7 @@ def tensor_parallel_sizes(job: Job, source: DataSource, sizes: tuple[int, ...]) 
     if max(sizes) == 1:
         return (1,)
     model = as_computed(job, sketch_model(job).model)
-    example = example_microbatch(job, source)
+    example = example_microbatch(job, model, source).example
     return tuple(size for size in sizes if size == 1 or _splits(job, model, example, size))
 
 

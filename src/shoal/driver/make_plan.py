@@ -17,7 +17,6 @@ from shoal.driver.launchers.lab import LabLauncher
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.predict_run import BACKGROUND_SECONDS, RunPredictor, prediction_basis, prediction_enabled
 from shoal.errors import PlanError, ShoalError
-from shoal.job.dataset import open_data
 from shoal.job.job import Job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan, read_plan, too_few_lanes
@@ -30,8 +29,7 @@ from shoal.worker.run_config import AUTO, RunConfig, Servers
 
 def open_job(job: Job) -> OpenJob:
     """Opens the data and checks it against the job."""
-    source = open_data(job.data, seed=job.seed, shuffle=job.shuffle)
-    held_out = None if job.evaluate is None else open_data(job.evaluate, seed=job.seed, shuffle=False)
+    source, held_out = job.open_data(), job.open_held_out()
     schedule = job.schedule(source.samples, source.last)
     return OpenJob(job=job, source=source, held_out=held_out, steps=job.total_steps(schedule))
 

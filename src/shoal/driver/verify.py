@@ -1,6 +1,7 @@
 """`shoal verify`: runs a job or a script on several placements and compares the sha256, or a job with a plain loop."""
 
 import copy
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.driver.check_plan import check_servers
@@ -20,7 +22,7 @@ from shoal.driver.make_plan import open_job
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError, Stopped
 from shoal.job.job import Job
-from shoal.job.loss import split_sample
+from shoal.job.model_call import loss_of, model_call, target_of
 from shoal.numerics import kernels
 from shoal.numerics.kernels import map_tensors
 from shoal.parallel.layout import ParallelLayout
@@ -318,6 +320,17 @@ class PlainResult:
     def good(self) -> bool:
         return self.difference <= PLAIN_TOLERANCE
 
+    @property
+    def hint(self) -> str:
+        """What is most often the reason where it is more than rounding."""
+        if self.good:
+            return ""
+        return (
+            "the usual reason: the loss is a mean over something that lanes hold different numbers of (tokens, boxes),"
+            ' and lanes are weighted by samples; return (sum, count) from the loss, or loss="model" for a model that'
+            " returns its own"
+        )
+
 
 def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResult:
     """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
@@ -341,7 +354,25 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
 
 def _deterministic_model(job: Job) -> nn.Module:
     """The model in fp64 and evaluation mode: no dropout, no batch statistics; gradients are computed."""
-    return copy.deepcopy(build_model(job)).double().eval()
+    model = copy.deepcopy(build_model(job)).double().eval()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def in_fp64(*args: Any, **kwargs: Any) -> Any:
+        with _NoFp32():
+            return forward(*args, **kwargs)
+
+    model.forward = in_fp64
+    return model
+
+
+class _NoFp32(TorchFunctionMode):
+    """What a model casts to fp32 (language models: their logits) stays in fp64: else the casts would be compared."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _to_fp64(fetch: Callable[..., Any]) -> Callable[..., Any]:
@@ -361,8 +392,10 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
         epoch, within = schedule.position(step)
         order = opened.source.order(epoch)
         batch = opened.source.fetch(order[within * schedule.batch : (within + 1) * schedule.batch], epoch)
-        inputs, target = split_sample(batch)
-        loss = job.loss(model(*inputs), target)
+        own = job.loss == "model"
+        inputs = model_call(model, batch, model_has_loss=own)
+        output = model(*inputs.args, **inputs.kwargs)
+        loss = job.loss(output, target_of(batch, model_has_loss=False)) if callable(job.loss) else loss_of(output)
         if isinstance(loss, tuple):
             loss = loss[0] / loss[1]
         optimizer.zero_grad()

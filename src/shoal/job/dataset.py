@@ -23,10 +23,12 @@ from torch.utils.data import (
 )
 
 from shoal.errors import JobError
+from shoal.job.collate import collate
 from shoal.job.prefetch import Prefetcher
 from shoal.numerics.sampling import SampleOrder, SampleSchedule, sequential_order, shuffled_order
 from shoal.numerics.seeds import ORDER, preserve_generators, seed_everything
 
+Collate = Callable[[list[Any]], Any]  # samples -> a batch
 Fetch = Callable[[Sequence[int], int], Any]  # (sample numbers, pass over the data) -> a batch, aligned
 
 
@@ -45,20 +47,22 @@ class DataSource:
         return {"samples": self.samples, "shuffle": self.ordering, "last": schedule.last}
 
 
-def open_data(data: Any, *, seed: int, shuffle: bool = True) -> DataSource:
+def open_data(data: Any, *, seed: int, shuffle: bool = True, collate_fn: Collate | None = None) -> DataSource:
+    """`collate_fn`: makes a batch of a list of samples; of a DataLoader its own is used where this is None."""
     if callable(data) and not isinstance(data, Dataset | DataLoader | Tensor) and not hasattr(data, "__getitem__"):
         data = data()
     if isinstance(data, DataLoader):
-        return _from_loader(data, seed)
-    if isinstance(data, Tensor):
-        return _from_tensors((data,), data, seed, shuffle)
-    if isinstance(data, tuple | list) and data and all(isinstance(each, Tensor) for each in data):
-        return _from_tensors(tuple(data), data, seed, shuffle)
+        return _from_loader(data, seed, collate_fn or data.collate_fn)
+    tensors = tuple(data) if isinstance(data, tuple | list) else (data,)
+    if tensors and all(isinstance(each, Tensor) for each in tensors):
+        if collate_fn is None:
+            return _from_tensors(tensors, data, seed, shuffle)
+        data = data if isinstance(data, Tensor) else TensorDataset(*tensors)
     if isinstance(data, IterableDataset):
         raise _refused("an IterableDataset has no sample numbers, so no exact order")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         order, ordering = _order(len(data), seed, shuffle)
-        fetch = Prefetcher(data, default_collate, seed).load
+        fetch = Prefetcher(data, collate_fn or collate, seed).load
         return DataSource(samples=len(data), order=order, ordering=ordering, fetch=fetch)
     raise _refused(f"{type(data).__name__} is not a supported type")
 
@@ -87,7 +91,7 @@ def _from_tensors(tensors: tuple[Tensor, ...], shape: Any, seed: int, shuffle: b
     return DataSource(samples=lengths[0], order=order, ordering=ordering, fetch=fetch)
 
 
-def _from_loader(loader: DataLoader[Any], seed: int) -> DataSource:
+def _from_loader(loader: DataLoader[Any], seed: int, collate_fn: Collate) -> DataSource:
     if isinstance(loader.dataset, IterableDataset):
         raise _refused("a DataLoader over an IterableDataset has no sample numbers, so no exact order")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -104,11 +108,11 @@ def _from_loader(loader: DataLoader[Any], seed: int) -> DataSource:
         samples = len(sampler)  # type: ignore[arg-type]
     last = "drop" if loader.drop_last else "short"
     source = partial(DataSource, samples=samples, order=order, ordering=ordering, batch=loader.batch_size, last=last)
-    if type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+    if type(loader.dataset) is TensorDataset and collate_fn is default_collate:
         # No sample draws random numbers, so a batch is indexed at once.
         fetch = _from_tensors(loader.dataset.tensors, None, seed, shuffle=False).fetch
         return source(fetch=lambda *request: list(fetch(*request)))
-    prefetcher = Prefetcher(loader.dataset, loader.collate_fn, seed, loader)
+    prefetcher = Prefetcher(loader.dataset, collate_fn, seed, loader)
     return source(fetch=prefetcher.fetch, prefetcher=prefetcher if loader.num_workers else None)
 
 

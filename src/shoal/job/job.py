@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
+from shoal.job.dataset import DataSource, open_data
 from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
 from shoal.numerics.kernels import ISA_ENVIRONMENT
@@ -31,16 +32,22 @@ class Job:
     """What to train. Required: model, data, loss, optimizer, batch, and steps or epochs.
 
     model      a function that builds it (preferred: `seed` then decides the initial weights), or an instance
-    data       tensors, a map-style data set, a DataLoader (read for its data set, order and batch), or a function
-               that returns one of these. A sample is (input, …, target)
-    loss       loss(output, target): a scalar mean over samples, or (sum, count) for a mean over something else
+    data       tensors, a map-style data set (a datasets.Dataset, too), a DataLoader (read for its data set, order and
+               batch), or a function that returns one of these. A sample is (input, …, target) or {name: value, …}
+    loss       loss(output, target): a scalar mean over samples, or (sum, count) for a mean over something else.
+               "model": the model gets the whole batch, model(**batch) or model(*batch), and returns its loss (.loss,
+               ["loss"], the first of a tuple, or the loss alone); a mean over labels that are not ignored is weighted
+               by their number
     optimizer  gets the list of (name, parameter), returns a torch optimizer
     batch      samples of one optimizer update, whatever the number of workers
+
+    Of samples by name, a loss function's model gets those entries that its `forward` takes by name, except labels; the
+    loss and the metrics get (output, batch). A `forward` that takes none of them gets the batch itself.
     """
 
     model: nn.Module | Callable[[], nn.Module]
     data: Any
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[[Any, Any], Any] | Literal["model"]
     optimizer: Callable[[NamedParameters], Optimizer]
     batch: int | None = None
     steps: int | None = None
@@ -50,6 +57,7 @@ class Job:
     microbatches: int = 1  # of a lane, computed one after the other
     seed: int = 0
     shuffle: bool = True
+    collate_fn: Callable[[list[Any]], Any] | None = None  # makes a batch of a list of samples (padding)
     last: Literal["short", "drop"] | None = None  # how to treat a last batch that is not full; short
     blocks: Sequence[str] | None = None
     tensor_rules: Mapping[str, str] | None = None  # how modules are split under tensor=…, by patterns of names
@@ -114,10 +122,14 @@ class Job:
             )
 
     def _check_calls(self) -> None:
-        for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)):
+        for name in ("model", "loss", "optimizer", *(["collate_fn"] if self.collate_fn is not None else [])):
+            if not callable(getattr(self, name)) and (name, self.loss) != ("loss", "model"):
                 kind = type(getattr(self, name)).__name__
-                extra = " (a function of the parameters returns the optimizer)" if name == "optimizer" else ""
+                extras = {
+                    "optimizer": " (a function of the parameters returns the optimizer)",
+                    "loss": ', or "model" for a model that returns its loss',
+                }
+                extra = extras.get(name, "")
                 raise JobError(f"{name} must be callable, not {kind}{extra}")
         if isinstance(self.optimizer, Optimizer):
             raise JobError("optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, 0.1)")
@@ -169,6 +181,14 @@ class Job:
         wanted = (power, *range(replicas, self.batch_size + 1))
         return next((lanes for lanes in wanted if self.batch_size % (lanes * self.microbatches) == 0), None)
 
+    def open_data(self) -> DataSource:
+        return open_data(self.data, seed=self.seed, shuffle=self.shuffle, collate_fn=self.collate_fn)
+
+    def open_held_out(self) -> DataSource | None:
+        if self.evaluate is None:
+            return None
+        return open_data(self.evaluate, seed=self.seed, shuffle=False, collate_fn=self.collate_fn)
+
     def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
             raise JobError(f"the data has {samples} samples, fewer than a batch of {self.batch}", fix="a smaller batch")
@@ -185,7 +205,9 @@ class Job:
             " precision clip_norm"
         )
         # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
-        return {name: describe(getattr(self, name)) for name in decisive.split()}
+        found = {name: describe(getattr(self, name)) for name in decisive.split()}
+        # Fields of later versions count where they are given: checkpoints of before still fit.
+        return found | {name: describe(getattr(self, name)) for name in ("collate_fn",) if getattr(self, name)}
 
     def resolved(self) -> dict[str, Any]:
         """Every field in a form for readers."""

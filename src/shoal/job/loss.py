@@ -1,58 +1,100 @@
 """A job's loss of a model, in one call or in two halves: before and after the model's own forward."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shoal.errors import ShoalError
 from shoal.job.job import Job
-
-
-def split_sample(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """(inputs, target) of a batch. The last of a tuple is the target; anything else is input and target at once."""
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        return tuple(batch[:-1]), batch[-1]
-    if isinstance(batch, tuple | list) and len(batch) == 1:
-        batch = batch[0]
-    return (batch,), batch
+from shoal.job.mean_counts import LaneCounts, MeanWatch, batch_length, labels_kept
+from shoal.job.model_call import ModelCall, loss_of, model_call, target_of
 
 
 class Objective:
     def __init__(self, job: Job, model: nn.Module) -> None:
         self.job, self.model = job, model
+        self.model_has_loss = job.loss == "model"
+        self.lane_counts = LaneCounts()
+        self._watch: MeanWatch | None = None  # of the forward pass under way
 
     def __call__(self, batch: Any) -> Any:
-        with self.precision():
-            return self.loss(self.model(*self.inputs(batch)), batch)
+        with self.forward_pass():
+            return self.loss(self._run_model(batch), batch)
 
-    def inputs(self, batch: Any) -> Sequence[Any]:
-        found, _ = split_sample(batch)
+    def _run_model(self, batch: Any) -> Any:
+        call = self.inputs(batch)
+        try:
+            return self.model(*call.args, **call.kwargs)
+        except ShoalError:
+            raise
+        except Exception as error:
+            # Of a model made of torch's own modules no line is the user's: this says what it was called with.
+            error.add_note(f"the model ({type(self.model).__name__}) was called with {call}")
+            raise
+
+    def inputs(self, batch: Any) -> ModelCall:
+        """What the model is called with."""
+        found = model_call(self.model, batch, model_has_loss=self.model_has_loss)
         return tree_map(_to_bf16, found) if self.job.precision == "bf16-weights" else found
 
     def loss(self, output: Any, batch: Any) -> Any:
-        return self.job.loss(self._to_fp32(output), split_sample(batch)[1])
+        """A scalar mean, or (sum, count)."""
+        output = self._to_fp32(output)
+        if self.model_has_loss:
+            return self._loss_of_model(output, batch)
+        assert callable(self.job.loss)
+        target = target_of(batch, model_has_loss=False)
+        if not self.lane_counts.looking or not torch.is_grad_enabled():
+            return self.job.loss(output, target)
+        with MeanWatch() as watch:
+            found = self.job.loss(output, target)
+        self.lane_counts.add(watch.count_of(found), batch_length(batch))
+        return found
+
+    def _loss_of_model(self, output: Any, batch: Any) -> Any:
+        """With the number of items that it is a mean over, where that is seen: a lane with more of them counts for
+        more."""
+        found = loss_of(output)
+        if self._watch is None or isinstance(found, tuple):
+            return found
+        count = self._watch.count()
+        if count is not None:
+            return found * count, count
+        if self.lane_counts.looking and torch.is_grad_enabled():
+            seen = self._watch.count_of(found)
+            self.lane_counts.add(labels_kept(batch) if seen is None else seen, batch_length(batch))
+        return found
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
-        output, target = self._to_fp32(output), split_sample(batch)[1]
-        measures = {"loss": self.job.loss, **self.job.metrics}
-        return {name: measure(output, target) for name, measure in measures.items()}
+        output, target = self._to_fp32(output), target_of(batch, model_has_loss=self.model_has_loss)
+        found = {name: measure(output, target) for name, measure in self.job.metrics.items()}
+        return {"loss": self.loss(output, batch), **found}
 
     def evaluation(self) -> Callable[[Any], dict[str, Any]]:
         """Returns a function that computes the loss and the job's metrics of a batch."""
 
         def closure(batch: Any) -> dict[str, Any]:
-            with self.precision():
-                return self.metrics(self.model(*self.inputs(batch)), batch)
+            with self.forward_pass():
+                return self.metrics(self._run_model(batch), batch)
 
         return closure
 
-    def precision(self) -> Any:
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Every kernel of forward runs in it, and the loss."""
         # Whether a cached cast of the weights is used would depend on what ran before (docs/exact.md, rule 12).
         autocast = self.job.precision == "bf16-autocast"
-        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
+        cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
+        self._watch = MeanWatch() if self.model_has_loss else None
+        try:
+            with cast, self._watch or nullcontext():
+                yield
+        finally:
+            self._watch = None
 
     def _to_fp32(self, output: Any) -> Any:
         """Where the model computes in bf16, its loss is still computed in fp32."""

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Applies `change` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))

@@ -151,12 +151,11 @@ def _listed(shapes: Sequence[Sequence[int]]) -> str:
     return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes) or "none"
 
 
-def record_graph(model: nn.Module, blocks: BlockList, inputs: Sequence[Any], *, autocast: bool = False) -> BlockGraph:
-    """Records a model, whose tensors may be real or on meta, for inputs like these. `autocast`: it will be played under
-    it, which meta tensors know nothing of."""
-    recorder = _GraphRecorder(model, blocks, autocast)
-    example = [tree_map(_to_meta, item) for item in inputs]
-    return recorder.record(example)
+def record_graph(model: nn.Module, blocks: BlockList, inputs: Any, *, autocast: bool = False) -> BlockGraph:
+    """Records a model, whose tensors may be real or on meta, for inputs (args, kwargs) like these. `autocast`: it will
+    be played under it, which meta tensors know nothing of."""
+    args, kwargs = tree_map(_to_meta, tuple(inputs))
+    return _GraphRecorder(model, blocks, autocast).record(args, kwargs)
 
 
 def check_blocks(graph: BlockGraph, blocks: Sequence[str], when: str) -> None:
@@ -171,6 +170,18 @@ def check_blocks(graph: BlockGraph, blocks: Sequence[str], when: str) -> None:
 
 def _to_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device=META) if isinstance(leaf, Tensor) else leaf
+
+
+def _keeps_meta(value: Any, depth: int = 4) -> bool:
+    """Whether an object holds tensors on meta, however deep."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    if depth == 0 or isinstance(value, nn.Module | type):
+        return False
+    inside = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, list | tuple | set | dict):
+        inside += value.values() if isinstance(value, dict) else value
+    return any(_keeps_meta(item, depth - 1) for item in inside)
 
 
 def _values(tree: Any) -> Iterable[int]:
@@ -201,7 +212,7 @@ class _GraphRecorder(TorchFunctionMode):
         self.tensor_names: dict[int, str] = {}
         self.tensor_ids: dict[str, int] = {}  # what a name is the name of: tied weights have several
 
-    def record(self, inputs: list[Any]) -> BlockGraph:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockGraph:
         for kind in (self.model.named_parameters, self.model.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
                 shadow = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
@@ -209,7 +220,7 @@ class _GraphRecorder(TorchFunctionMode):
                 self.tensor_names[id(shadow)] = name
                 self.tensor_ids[name] = id(tensor)
                 self.kept.append(shadow)
-        leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         for leaf in leaves:
             self._number(leaf, "an input of the model")
         self.inputs = len(leaves)
@@ -226,7 +237,7 @@ class _GraphRecorder(TorchFunctionMode):
         self.flops_counted = 0.0
         try:
             with self.counter, torch.device(META), self:
-                output = torch.func.functional_call(self.model, self.meta_tensors, tuple(inputs), tie_weights=False)
+                output = torch.func.functional_call(self.model, self.meta_tensors, args, kwargs, tie_weights=False)
         except JobError:
             raise
         except Exception as error:
@@ -326,12 +337,24 @@ class _GraphRecorder(TorchFunctionMode):
             self.block_depth -= 1
             if self.block_depth:
                 return
+            self._check_keepers(name, (args, kwargs))
             self._write(name, (args, kwargs), output)
             operations, flops = tuple(self.operations), self._flops()
             self.segments.append(BlockSegment(block=name, operations=operations, flops=flops, elements=self.elements))
             self.operations, self.elements = [], 0
 
         return hook
+
+    def _check_keepers(self, block: str, arguments: Any) -> None:
+        """An object that keeps tensors from block to block would have those of the record when it is played."""
+        for leaf in tree_flatten(arguments)[0]:
+            if not isinstance(leaf, Tensor) and _keeps_meta(leaf):
+                raise JobError(
+                    f"the model cannot be cut: block {block} gets a {type(leaf).__name__}, which keeps tensors between"
+                    " blocks",
+                    fix="a model that passes tensors on as tensors (of transformers: use_cache=False in its config); or"
+                    " a layout without pipeline",
+                )
 
     def _flops(self) -> float:
         total = float(self.counter.get_total_flops())

@@ -41,10 +41,12 @@ RUN_AHEAD = 2  # messages of an evaluation that may wait for their receiver
 class PipelineObjective(Protocol):
     """A job's loss in two halves; the model's own forward is between them."""
 
-    def inputs(self, batch: Any) -> Sequence[Any]: ...
+    def inputs(self, batch: Any) -> Any:
+        """(args, kwargs) of the model."""
+
     def loss(self, output: Any, batch: Any) -> Any: ...
-    def precision(self) -> Any:
-        """A context for every kernel of forward."""
+    def forward_pass(self) -> Any:
+        """A context for every kernel of forward, and the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class PipelineParallel(LaneStrategy):
         *,
         stages: PipelineStages,
         objective: PipelineObjective,
-        record: Callable[[Sequence[Any], bool], BlockGraph],
+        record: Callable[[Any, bool], BlockGraph],
         recompute: bool = False,
     ) -> None:
         """`record`: makes the model's block graph for inputs like these, in training or in evaluation."""
@@ -110,11 +112,11 @@ class PipelineParallel(LaneStrategy):
 
     # -- the block graph ----------------------------------------------------------------------------------------------
 
-    def graph_for(self, inputs: Sequence[Any]) -> tuple[Any, BlockGraph]:
+    def graph_for(self, inputs: Any) -> tuple[Any, BlockGraph]:
         """The block graph for inputs like these; recorded for the first of their kind."""
-        leaves = tree_flatten(list(inputs))[0]
+        leaves = tree_flatten(inputs)[0]
         training = self.replica.model.training
-        key = (training, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
+        key = (training, *inputs[1], *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves))
         if key not in self._graphs:
             found = self._record(inputs, training)
             check_blocks(found, self.stages.blocks, "for these inputs")
@@ -191,7 +193,7 @@ class PipelineParallel(LaneStrategy):
             batch = fetch()
             inputs = self.objective.inputs(batch)
             key, row = self.graph_for(inputs)
-            with self.objective.precision():
+            with self.objective.forward_pass():
                 for stage in self.own_stages:
                     values = _numbered(inputs)
                     wires.receive_activations(stage, key, row, values)
@@ -204,8 +206,8 @@ class PipelineParallel(LaneStrategy):
         wires.drain(0)
 
 
-def _numbered(inputs: Sequence[Any]) -> dict[int, Tensor]:
-    return dict(enumerate(leaf for leaf in tree_flatten(list(inputs))[0] if isinstance(leaf, Tensor)))
+def _numbered(inputs: Any) -> dict[int, Tensor]:
+    return dict(enumerate(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)))
 
 
 class PipelineLocalStep(LocalStep):
@@ -290,7 +292,7 @@ class PipelineLocalStep(LocalStep):
         in_stage = self.in_flight[stage, number] = StageMicrobatch()
         in_stage.inputs = self.channel.receive_activations(stage, key, row, values)
         strategy.replica.seed_at(self.step_input.step, each.lane, each.number, after=strategy.block_before(stage))
-        with model.precision():
+        with model.forward_pass():
             span = strategy.stages.spans[stage]
             output = run_segments(row, span, values, module=strategy.module, tensor=strategy.tensor)
             if stage == len(strategy.stages.spans) - 1:

@@ -91,7 +91,7 @@ def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callab
 
 
 def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> TracedModel:
-    cut = _tensor_cut(job, model, Objective(job, nn.Module()).inputs(batch))
+    cut = _tensor_cut(job, model, Objective(job, model).inputs(batch).example)
     mode = fake_mode()
     try:
         with mode:
@@ -122,7 +122,7 @@ def _loss(given: Any) -> Tensor:
     return read_loss(given[0] if isinstance(given, tuple) and len(given) == 2 else given, "estimate")[0]
 
 
-def _tensor_cut(job: Job, model: nn.Module, inputs: Sequence[Any]) -> TensorCut:
+def _tensor_cut(job: Job, model: nn.Module, inputs: Any) -> TensorCut:
     """What tensor parallelism over two workers would divide; nothing where it is not possible."""
     try:
         rules = find_rules(model, inputs, 2, job.tensor_rules)

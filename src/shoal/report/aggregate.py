@@ -137,6 +137,7 @@ class RunTally:
         self.resumed: events.RunResumed | None = None
         self.traffic: dict[int, events.TrafficReported] = {}  # rank -> its last report
         self.lane_cost: events.LaneCost | None = None
+        self.notes: list[str] = []
         self.model_shards: dict[int, events.ModelShardReported] = {}
         self.failures: list[events.WorkerFailed] = []
         self.exits: list[events.WorkerExited] = []
@@ -193,6 +194,9 @@ class RunTally:
                 self.model_shards[event.rank] = event
             case events.LaneCost():
                 self.lane_cost = event
+            case events.TrainingNote():
+                if event.text not in self.notes:  # a worker that took over says it again
+                    self.notes.append(event.text)
             case events.WorkerFailed():
                 self.failures.append(event)
             case events.WorkerFinished():

@@ -71,10 +71,19 @@ def rows(report: Report, *, details: bool = False) -> list[Row]:
     """`details` adds predicted and measured times, the histogram of staleness and a row per server, and to the rows of
     a short run those of a long one."""
     if is_brief(report) and not details:
-        parts: tuple[RowMaker, ...] = (_failure, _weights, _results, _layout, _brief_speed, _brief_step, _model_shards)
+        parts: tuple[RowMaker, ...] = (
+            _failure,
+            _weights,
+            _results,
+            _notes,
+            _layout,
+            _brief_speed,
+            _brief_step,
+            _model_shards,
+        )
         parts += (_brief_traffic, servers_text.servers, incident_rows, _members, _files, _more, _next)
     else:
-        parts = (_failure, _weights, _results, _layout, _speed, _step, _lanes, _model_shards, _traffic)
+        parts = (_failure, _weights, _results, _notes, _layout, _speed, _step, _lanes, _model_shards, _traffic)
         parts += (servers_text.servers,)
         parts += (servers_text.staleness, servers_text.server_rows, prediction_rows) if details else ()
         parts += (incident_rows, _members, _most_gain, _files, _next)
@@ -270,6 +279,11 @@ def _brief_step(report: Report) -> Iterator[Row]:
     )
     split = " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms))
     yield "a step", f"{total} ms = {split}"
+
+
+def _notes(report: Report) -> Iterator[Row]:
+    for number, text in enumerate(report.get("notes") or []):
+        yield "note" if number == 0 else "", text
 
 
 def _layout(report: Report) -> Iterator[Row]:

@@ -199,6 +199,12 @@ class LaneCost(Event, frozen=True, kw_only=True, tag="lane-cost"):
     joint_seconds: float
 
 
+class TrainingNote(Event, frozen=True, kw_only=True, tag="training-note"):
+    """From the leader, once: what the user should know of the job's arithmetic."""
+
+    text: str
+
+
 class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     rank: int
     kind: str  # the exception's class
@@ -384,7 +390,10 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
 
 
 RunEvent = RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage
-StepEvent = StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
+StepEvent = (
+    StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
+    | TrainingNote
+)  # fmt: skip
 CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged
 WorkerEvent = (
     WorkerAdded | WorkerStarted | WorkerPrinted | WorkerFailed | WorkerLeft | WorkerLost | WorkerFinished | WorkerExited

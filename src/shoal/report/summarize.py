@@ -64,6 +64,7 @@ def _results(tally: RunTally, outcome: str, target: str | None) -> dict[str, Any
         "layout": started.layout if started else None,
         "layout_reason": (started.layout_reason or None) if started else None,
         "assignment": [list(worker.lanes) for worker in tally.members],
+        "notes": tally.notes,
     }
 
 

@@ -55,7 +55,7 @@ class WorkerModel:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the whole model, where it is sharded
     tensor_slices: Mapping[str, TensorSlice] = field(default_factory=dict)  # of tensors that are not whole here
     stages: PipelineStages | None = None
-    record_graph: Callable[[Sequence[Any], bool], BlockGraph] | None = None
+    record_graph: Callable[[Any, bool], BlockGraph] | None = None
     state_shard: StateShard | None = None  # for checkpoints, where the model is sharded
     tensor_group: TensorGroup | None = None  # the workers with the other slices
     tensor_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a replica, all rows of it
@@ -102,7 +102,7 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
         optimizer_writes=_first_owned(shares, shard, lambda share: share.optimizer_slices or share.slices),
     )
 
-    def record(inputs: Sequence[Any], training: bool) -> BlockGraph:
+    def record(inputs: Any, training: bool) -> BlockGraph:
         skeleton.train(training)
         return record_graph(skeleton, outline.blocks, inputs, autocast=job.precision == "bf16-autocast")
 

@@ -119,7 +119,7 @@ def failure_event(error: BaseException, rank: int, run: Run | None, log: str, li
         kind, fix, code = type(error).__name__, None, 1
         text = str(error).split("\n")[0]
         message = f"{kind}: {text}" if text else kind
-        where = user_line(error)
+        where = user_line(error) + list(getattr(error, "__notes__", ()))
         if run is not None:
             where.append(f"nothing of step {step} was applied")
     return WorkerFailed(

@@ -3,7 +3,7 @@ any worker starts. Workers take their share from it (build_model.py)."""
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from shoal.errors import PlanError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.job.loss import Objective
+from shoal.job.model_call import ModelCall
 from shoal.numerics.lanes import cut_batch
 from shoal.numerics.meta_init import MetaModel, build_meta_model
 from shoal.numerics.tensor_slice import FULL_SLICE, TensorSlice, row_slice
@@ -45,12 +46,12 @@ class ModelOutline:
     rules: TensorRules | None = None
 
 
-def example_microbatch(job: Job, source: DataSource) -> Sequence[Any]:
+def example_microbatch(job: Job, model: nn.Module, source: DataSource) -> ModelCall:
     """What the model gets with a full microbatch."""
     batch = job.batch_size
     first = cut_batch(batch, batch, job.lane_count, job.microbatches)[0][0]
     order = source.order(0)
-    return Objective(job, nn.Module()).inputs(source.fetch([order[position] for position in first], 0))
+    return Objective(job, model).inputs(source.fetch([order[position] for position in first], 0))
 
 
 def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
@@ -60,7 +61,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
     shapes = {name: tuple(each.shape) for name, each in (*made.model.named_parameters(), *made.model.named_buffers())}
     stages, rules = None, None
     if plan.pipeline > 1 or plan.tensor > 1:
-        example = example_microbatch(job, source)
+        example = example_microbatch(job, made.model, source)
         model = as_computed(job, made.model)
         if plan.pipeline > 1:
             check_schedule(job, plan)
@@ -69,7 +70,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)
         if plan.tensor > 1:
-            rules = find_rules(model, example, plan.tensor, job.tensor_rules)
+            rules = find_rules(model, example.example, plan.tensor, job.tensor_rules)
     parameters = frozenset(name for name, _ in made.model.named_parameters())
     return ModelOutline(sketch=made, blocks=blocks, shapes=shapes, parameters=parameters, stages=stages, rules=rules)
 

@@ -127,6 +127,7 @@ class Run(RunState):
             self._step_began = time.perf_counter()
             self.losses = {}
             self.timer.begin()
+        closure = self.notes.watch(closure, self.built.model)
         generation, result = self._step(self.step_input(batch, which), closure)
         self.check_finite(batch.step, result, which)
         self._committed = CommittedStep(batch, result, generation, which)
@@ -237,6 +238,8 @@ class Run(RunState):
             self.report()
             if self.leader:
                 self.checkpoints.report_interval(self.step)
+        if self.leader:
+            self.record_notes()
         if self.leader and not self.traffic_reported:
             self._report_traffic()
         if self.config.output.digests and (self.leader or self.layout.sharded):

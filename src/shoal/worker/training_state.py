@@ -34,6 +34,7 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
 from shoal.worker.requests import STOP
 from shoal.worker.step_timer import StepTimer
+from shoal.worker.training_notes import TrainingNotes, batch_norm_note
 
 FIRST_PASS = BackwardPass()  # the only one of most loops
 
@@ -105,6 +106,7 @@ class TrainingState(ABC):
         self.inexact = ""  # the sync mode of an earlier part of the run, if that was not exact
         self.timer = StepTimer(context.channel, worker, samples=self.config.output.samples)
         self.traits = kernels.traits()
+        self.notes = TrainingNotes(None if setup.objective is None else setup.objective.lane_counts)
 
     @property
     @abstractmethod
@@ -229,6 +231,11 @@ class TrainingState(ABC):
         self.loss = None if math.isnan(result.loss) else result.loss
         self.compute_seconds = result.compute_seconds
         self.timer.applied(result, np.asarray(batch.indices, dtype=np.int64), self.leader, members)
+
+    def record_notes(self) -> None:
+        lanes, microbatches = self.plan.lanes, self.setup.microbatches
+        for text in self.notes.new(lambda: batch_norm_note(self.built.model, self.schedule.batch, lanes, microbatches)):
+            self.emit(events.TrainingNote(text=text))
 
     def report(self) -> None:
         """Sends the driver what was recorded since the last report."""

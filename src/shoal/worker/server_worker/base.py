@@ -175,6 +175,8 @@ class ServerWorker(TrainingState):
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
         self.record_step(batch, result, self.members)
+        if self.leader:
+            self.record_notes()
         if self.timer.due:
             self.report()
 

@@ -1,0 +1,62 @@
+"""What the user should know of the arithmetic of this job, said once: it is in the closing report as a note."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.job.mean_counts import UNEVEN_MEANS, LaneCounts, MeanWatch, batch_length
+
+Closure = Callable[[Any], Any]
+
+
+def batch_norm_note(model: nn.Module, batch: int, lanes: int, microbatches: int) -> str | None:
+    """How many samples the statistics of batch norm are of, where those are not the whole batch."""
+    size = batch // (lanes * microbatches)
+    if size == batch or not any(isinstance(each, _BatchNorm) and each.training for each in model.modules()):
+        return None
+    return f"batch norm sees {size} of {batch} samples: a {'lane' if microbatches == 1 else 'microbatch of a lane'}"
+
+
+class TrainingNotes:
+    """`lane_counts`: of the job's own loss; a loop's closure is watched here."""
+
+    def __init__(self, lane_counts: LaneCounts | None) -> None:
+        self.lane_counts = lane_counts or LaneCounts()
+        self._watches = lane_counts is None
+        self._said: set[str] = set()
+
+    def watch(self, closure: Closure, model: nn.Module) -> Closure:
+        """The closure of a loop, watched for what its loss is a mean over. One that runs compiled code is left alone:
+        it would be compiled again for that."""
+        if not self._watches or not self.lane_counts.looking or _is_compiled(model):
+            return closure
+        self.lane_counts.begin()
+
+        def watched(batch: Any) -> Any:
+            if not self.lane_counts.looking:
+                return closure(batch)
+            with MeanWatch() as watch:
+                found = closure(batch)
+            self.lane_counts.add(watch.count_of(found), batch_length(batch))
+            return found
+
+        return watched
+
+    def new(self, batch_norm: Callable[[], str | None]) -> list[str]:
+        """What has not been said yet. `batch_norm`: asked once."""
+        found = []
+        if not self._said:
+            self._said.add("batch norm")
+            found = [batch_norm()]
+        if self.lane_counts.uneven and UNEVEN_MEANS not in self._said:
+            self._said.add(UNEVEN_MEANS)
+            found.append(UNEVEN_MEANS)
+        return [text for text in found if text is not None]
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None for each in model.modules()
+    )

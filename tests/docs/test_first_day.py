@@ -1,0 +1,52 @@
+"""Scripts as people write them on their first day (examples/first_day): each is run by the command, on 1 and 2."""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helpers.command import shoal
+from helpers.places import EXAMPLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDay:
+    script: str
+    command: str  # {} is the script
+    shows: tuple[str, ...]  # patterns of what is printed, in any order
+    code: int = 0
+    needs: str = ""  # a package
+
+
+TABLE = (
+    FirstDay(
+        script="hf_padded.py",
+        command="verify {} --workers 1,2 --steps 4 --against plain",
+        shows=(r"2 workers +[0-9a-f]{64} +equal", r"plain PyTorch loop.*agrees after 4 steps"),
+        needs="transformers",
+    ),
+    FirstDay(
+        script="resnet_batchnorm.py",
+        command="train {} --workers 2 --set steps=4",
+        shows=("batch norm sees 16 of 64 samples: a lane", "exact: the same on any number of workers"),
+    ),
+    FirstDay(
+        script="resnet_batchnorm.py",
+        command="verify {} --workers 1,2 --steps 4",
+        shows=(r"2 workers +[0-9a-f]{64} +equal",),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.script}-{case.command.split()[0]}")
+def test_first_day(case: FirstDay, tmp_path: Path) -> None:
+    if case.needs and importlib.util.find_spec(case.needs) is None:
+        pytest.skip(f"{case.needs} is missing")
+    script = str(EXAMPLES / "first_day" / case.script)
+    result = shoal(*(script if word == "{}" else word for word in case.command.split()), cwd=tmp_path)
+    assert result.code == case.code, result.err
+    printed = " ".join((result.out + result.err).split())
+    for pattern in case.shows:
+        assert re.search(pattern, printed), f"{pattern!r} is not in: {printed}"
