@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shoal.driver.launch import train
     from shoal.driver.result import Report
     from shoal.errors import InputError, RunError, ShoalError, Stopped
+    from shoal.job.callbacks import Callback, StepInfo
+    from shoal.job.early_stopping import EarlyStopping
     from shoal.job.job import Job
     from shoal.parallel.plan import Plan
     from shoal.paramserver.embedding import Embedding
@@ -35,6 +37,8 @@ _HOMES = {  # a module is imported with the first use of one of its names: torch
     "driver.launch": ("train",),
     "driver.result": ("Report",),
     "errors": ("InputError", "RunError", "ShoalError", "Stopped"),
+    "job.callbacks": ("Callback", "StepInfo"),
+    "job.early_stopping": ("EarlyStopping",),
     "job.job": ("Job",),
     "parallel.plan": ("Plan",),
     "paramserver.embedding": ("Embedding",),
@@ -47,8 +51,10 @@ _HOMES = {  # a module is imported with the first use of one of its names: torch
 
 __all__ = [
     "Batch",
+    "Callback",
     "Checkpoint",
     "Communication",
+    "EarlyStopping",
     "Embedding",
     "Failure",
     "InputError",
@@ -64,6 +70,7 @@ __all__ = [
     "RunError",
     "Servers",
     "ShoalError",
+    "StepInfo",
     "Stopped",
     "__version__",
     "join",

@@ -15,6 +15,22 @@ def check_compile(job: Job, plan: Plan) -> None:
         raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
 
 
+def check_monitoring(job: Job, plan: Plan) -> None:
+    """Raises PlanError where the plan cannot call the job's callbacks, or has no place for its average."""
+    asked = [name for name in ("callbacks", "patience", "keep_best", "ema") if getattr(job, name)]
+    if asked and plan.servers:
+        raise PlanError(
+            f"{asked[0]} does not go with --servers {plan.servers}: servers hold the weights and the optimizer, and the"
+            " workers see neither step alike",
+            fix="leave --servers out: any number of workers gives the same bits",
+        )
+    if job.evaluate_ema and plan.zero:
+        raise PlanError(
+            f"evaluate_ema=True does not go with zero={plan.zero}: no worker holds the whole average",
+            fix="evaluate_ema=False (ema.safetensors is written all the same), or a layout without zero",
+        )
+
+
 def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:
     """The mode of the servers (by default "sync"); None where the run has no servers."""
     if not servers.count:

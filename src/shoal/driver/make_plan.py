@@ -11,7 +11,7 @@ from msgspec import structs
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.topology import RankPlace
 from shoal.driver.auto_layout import LayoutChooser
-from shoal.driver.check_plan import check_compile, check_servers
+from shoal.driver.check_plan import check_compile, check_monitoring, check_servers
 from shoal.driver.launchers.base import Launcher
 from shoal.driver.launchers.lab import LabLauncher
 from shoal.driver.launchers.local import LocalLauncher
@@ -71,9 +71,12 @@ def plan_for(job: Job, config: RunConfig, launcher: Launcher | None = None) -> P
     servers = resolve_servers(config)
     mode = check_servers(servers, workers=plan.workers, layout=plan.layout)
     if mode is None:
-        return structs.replace(plan, servers=0, sync="") if plan.servers else plan
-    exact = plan.exact and mode.exact and not plan.compress
-    return structs.replace(plan, servers=servers.count or 0, sync=str(mode), exact=exact)
+        plan = structs.replace(plan, servers=0, sync="") if plan.servers else plan
+    else:
+        exact = plan.exact and mode.exact and not plan.compress
+        plan = structs.replace(plan, servers=servers.count or 0, sync=str(mode), exact=exact)
+    check_monitoring(job, plan)
+    return plan
 
 
 def _new_plan(job: Job, config: RunConfig) -> Plan:

@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -50,15 +50,16 @@ class Report:
     def exact(self) -> bool:
         return bool(self.value["exact"])
 
-    def model(self) -> nn.Module:
-        """The trained model, on the CPU. Its tables have the rows that the run's servers held."""
+    def model(self, weights: Literal["model", "best", "ema"] = "model") -> nn.Module:
+        """The trained model, on the CPU: as it was at the end, at its best evaluation (`keep_best`), or averaged
+        (`ema`). Its tables have the rows that the run's servers held."""
         if self._job is None:
             raise InputError("this run had no job to build its model from", fix="load model.safetensors yourself")
         given = self._job.model
         # A copy of an instance: the job keeps its initial weights.
         model = copy.deepcopy(given) if isinstance(given, nn.Module) else initialise(given, self._job.seed)
-        weights, aliases = load_weights(self.folder / "model.safetensors")
-        restore_weights(model, weights, aliases)
+        loaded, aliases = load_weights(self.folder / f"{weights}.safetensors")
+        restore_weights(model, loaded, aliases)
         if (self.folder / "tables").is_dir():
             from shoal.worker.server_worker.table_rows import attach_rows
 

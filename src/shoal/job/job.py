@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
+from shoal.job.callbacks import Callback, check_callbacks
+from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
 from shoal.job.dataset import DataSource, open_data
 from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
@@ -73,6 +75,12 @@ class Job:
     target: Any = None  # "accuracy >= 0.97": training ends when an evaluation reaches it
     evaluate_every: int | None = None  # steps; once per pass over the data
     checkpoint_every: int | None = None  # steps; once per pass over the data
+    callbacks: Sequence[Callback] = ()
+    patience: int | None = None  # evaluations without a better `monitor` after which training ends
+    monitor: str | None = None  # "loss", "accuracy", "max f1", "min perplexity"; keep_best's metric, or the loss
+    keep_best: str | None = None  # a metric: the checkpoint of its best evaluation is kept, and exported
+    ema: float | None = None  # 0.999: an exponential moving average of the weights, exported beside them
+    evaluate_ema: bool = False  # evaluations measure the average; False: the weights
     tokens: int | None = None  # of a sample: reports then show tokens per second, too
     name: str = "job"
     _lanes_given: bool = field(init=False, repr=False, compare=False)
@@ -120,6 +128,7 @@ class Job:
             raise JobError(
                 f"target '{self.target}' without evaluate: nothing measures it", fix="evaluate=held_out_data"
             )
+        self._check_monitoring()
 
     def _check_calls(self) -> None:
         for name in ("model", "loss", "optimizer", *(["collate_fn"] if self.collate_fn is not None else [])):
@@ -165,6 +174,31 @@ class Job:
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"clip_norm={self.clip_norm!r} must be a number above 0")
 
+    def _check_monitoring(self) -> None:
+        check_callbacks(self.callbacks)
+        if self.ema is not None and not (isinstance(self.ema, int | float) and 0 < self.ema < 1):
+            raise JobError(f"ema={self.ema!r} must be a number between 0 and 1", fix="ema=0.999")
+        if self.evaluate_ema and self.ema is None:
+            raise JobError("evaluate_ema=True without ema: there is no average to evaluate", fix="ema=0.999")
+        monitored = [("callbacks", each.metric) for each in self.callbacks if isinstance(each, EarlyStopping)]
+        if self.patience is not None:
+            _check_integer("patience", self.patience, minimum=1)
+            monitored.append(("monitor", MonitoredMetric.parse(self.monitored, "monitor")))
+        elif self.monitor is not None:
+            raise JobError(f"monitor={self.monitor!r} without patience: nothing waits for it", fix="patience=3")
+        if self.keep_best is not None:
+            monitored.append(("keep_best", MonitoredMetric.parse(self.keep_best, "keep_best")))
+        for field_name, metric in monitored:
+            if self.evaluate is None:
+                text = f"{field_name} watches '{metric.name}' without evaluate: nothing measures it"
+                raise JobError(text, fix="evaluate=held_out_data")
+            metric.check(self.metrics, field_name)
+
+    @property
+    def monitored(self) -> str:
+        """What `patience` waits for."""
+        return self.monitor or self.keep_best or "loss"
+
     @property
     def lane_count(self) -> int:
         assert self.lanes is not None
@@ -207,7 +241,8 @@ class Job:
         # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
         found = {name: describe(getattr(self, name)) for name in decisive.split()}
         # Fields of later versions count where they are given: checkpoints of before still fit.
-        return found | {name: describe(getattr(self, name)) for name in ("collate_fn",) if getattr(self, name)}
+        later = ("collate_fn", "ema")
+        return found | {name: describe(getattr(self, name)) for name in later if getattr(self, name)}
 
     def resolved(self) -> dict[str, Any]:
         """Every field in a form for readers."""

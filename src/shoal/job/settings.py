@@ -7,10 +7,10 @@ from typing import Any
 from shoal.errors import InputError, JobError
 
 EVERY = ("evaluate_every", "checkpoint_every")
-INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "tokens")
-NUMBERS = ("clip_norm",)
-SWITCHES = ("shuffle", "compile")
-STRINGS = ("last", "isa", "precision", "target", "name")
+INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "patience", "tokens")
+NUMBERS = ("clip_norm", "ema")
+SWITCHES = ("shuffle", "compile", "evaluate_ema")
+STRINGS = ("last", "isa", "precision", "target", "monitor", "keep_best", "name")
 SETTABLE = INTEGERS + NUMBERS + SWITCHES + STRINGS
 
 

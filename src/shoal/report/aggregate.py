@@ -133,6 +133,9 @@ class RunTally:
         self.assignments: list[events.LanesAssigned] = []
         self.saved: list[events.CheckpointSaved] = []
         self.save_failed: list[events.SaveFailed] = []
+        self.best: events.BestCheckpointFound | None = None
+        self.logged: dict[str, float | None] = {}  # the newest value of each that callbacks logged
+        self.logger_failures: list[events.LoggerFailed] = []
         self.skipped: list[events.StepSkipped] = []
         self.resumed: events.RunResumed | None = None
         self.traffic: dict[int, events.TrafficReported] = {}  # rank -> its last report
@@ -184,6 +187,13 @@ class RunTally:
                 self.saved.append(event)
             case events.SaveFailed():
                 self.save_failed.append(event)
+            case events.BestCheckpointFound():
+                self.best = event
+            case events.MetricsLogged():
+                for row in event.rows:
+                    self.logged |= row.values
+            case events.LoggerFailed():
+                self.logger_failures.append(event)
             case events.RunResumed():
                 self.resumed = event
             case events.StepSkipped():

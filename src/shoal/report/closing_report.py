@@ -32,6 +32,7 @@ RowMaker = Callable[[Report], Iterable[Row]]
 MEMBERS = "members"  # the row that is a drawing
 SHARDS_SHOWN = 16
 BRIEF_SECONDS, BRIEF_STEPS = 60.0, 100  # below either, a run is too short to judge its speed by
+LOGGED_SHOWN = 12
 
 
 class ClosingReport:
@@ -218,6 +219,15 @@ def _results(report: Report) -> Iterator[Row]:
         yield metric_label(name), text
     if target:
         yield "target", target.removeprefix("target ")
+    if report["outcome"] == "done" and report["stopped"] and not (report["target"] or {}).get("reached"):
+        yield "ended", report["stopped"]
+    for name, number in list((report.get("logged") or {}).items())[:LOGGED_SHOWN]:
+        yield human.with_spaces(name), human.value(number)
+    best = report.get("best")
+    if best:
+        where = f"{best['checkpoint']}" if best["checkpoint"] else "its checkpoint was not written"
+        files = ", best.safetensors" if "best.safetensors" in report["files"] else ""
+        yield "best", f"{best['metric']} {human.value(best['value'])} after step {best['step']:,}: {where}{files}"
 
 
 def _target_text(report: Report) -> str | None:

@@ -106,6 +106,37 @@ class ModelEvaluated(Event, frozen=True, kw_only=True, tag="model-evaluated"):
     target_reached: bool = False
 
 
+class LoggedValues(msgspec.Struct, frozen=True, kw_only=True):
+    """What callbacks logged at one step."""
+
+    step: int
+    epoch: int
+    time: float  # seconds since 1970
+    values: dict[str, float | None]  # None: not finite
+
+
+class MetricsLogged(Event, frozen=True, kw_only=True, tag="metrics-logged"):
+    """From the leader: what the job's callbacks logged since the last such event."""
+
+    rows: list[LoggedValues]
+
+
+class BestCheckpointFound(Event, frozen=True, kw_only=True, tag="best-checkpoint-found"):
+    """From the leader: the evaluation after this step is the best so far, and its checkpoint is kept."""
+
+    step: int
+    metric: str
+    value: float
+    path: str = ""  # of the checkpoint; empty: it is being written
+
+
+class LoggerFailed(Event, frozen=True, kw_only=True, tag="logger-failed"):
+    """From the driver: a logger raised an error, and gets no further values."""
+
+    logger: str
+    reason: str
+
+
 class LanesAssigned(Event, frozen=True, kw_only=True, tag="lanes-assigned"):
     step: int
     assignment: list[tuple[int, int]]
@@ -394,13 +425,14 @@ StepEvent = (
     StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
     | TrainingNote
 )  # fmt: skip
-CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged
+LogEvent = MetricsLogged | LoggerFailed
+CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged | BestCheckpointFound
 WorkerEvent = (
     WorkerAdded | WorkerStarted | WorkerPrinted | WorkerFailed | WorkerLeft | WorkerLost | WorkerFinished | WorkerExited
 )
 MemberEvent = WorkerAdded | MembershipChanged | StateTransferred | ModelShardReported
 ServerEvent = ServerStarted | ServerLost | ServerOutage | PushesLost | ServersRolledBack | ServerReported
-AnyEvent = RunEvent | StepEvent | CheckpointEvent | WorkerEvent | MemberEvent | ServerEvent
+AnyEvent = RunEvent | StepEvent | LogEvent | CheckpointEvent | WorkerEvent | MemberEvent | ServerEvent
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

@@ -14,6 +14,7 @@ from shoal.report.wording import driver_text, stamp
 from shoal.report.worker_output import clean
 
 BAR_WIDTH = 37
+LOGGED_SHOWN = 3  # values of callbacks in the line of the loss
 SPLIT_WIDTH = 40
 HELD_UP_SHARE = 0.6  # of the recent steps in which one worker was last: less could be chance
 HELD_UP_WAIT = 0.03  # of a step that workers wait on average: less is not shown
@@ -77,6 +78,7 @@ def loss_line(tally: RunTally, *, sparks: bool = False) -> str:
     if sparks and len(tally.losses.points) > 1:
         parts[0] += f" {sparkline([loss for _, loss in tally.losses.points])}"
     parts += [f"{metric_label(name)} {human.value(number)}" for name, number in tally.metrics.items()]
+    parts += [f"{name} {human.value(number)}" for name, number in list(tally.logged.items())[:LOGGED_SHOWN]]
     speed = tally.recent_samples_per_second
     if speed is not None:
         predicted = tally.predicted.samples_per_second if tally.predicted else None
@@ -304,6 +306,11 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
             what = "final checkpoint" if event.final else "checkpoint"
             text = f"step {event.step:,}: {what}, {human.size(event.num_bytes)} in {human.duration(event.seconds)}"
             return text if routine else None
+        case events.BestCheckpointFound():
+            best = f"step {event.step:,}: the best {event.metric} so far, {human.value(event.value)}, is kept"
+            return best if routine else None
+        case events.LoggerFailed():
+            return f"logger {event.logger} failed, and gets no more values: {event.reason}; training goes on"
         case events.SaveFailed():
             return f"step {event.step:,}: checkpoint not written: {event.reason}; training goes on"
         case events.LanesAssigned():

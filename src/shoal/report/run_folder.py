@@ -1,7 +1,7 @@
 """The run folder: everything that a run writes. Used by the driver, by reports and by resumed runs.
 
-config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  model.safetensors  checkpoints/
-worker-0.log …
+config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  checkpoints/  worker-0.log …
+model.safetensors  best.safetensors (keep_best)  ema.safetensors (ema)
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write, run_index
 from shoal.report.events import (
     AnyEvent,
+    MetricsLogged,
     ModelEvaluated,
     RunFinished,
     RunStarted,
@@ -40,7 +41,7 @@ class RunFolder:
         self.last_write_error: str | None = None
         self.config, self.plan, self.prediction = path / "config.json", path / "plan.json", path / "prediction.json"
         self.events, self.report, self.model = path / "events.jsonl", path / "report.json", path / "model.safetensors"
-        self.metrics = path / "metrics.jsonl"  # one line per StepsCommitted of the leader and per ModelEvaluated
+        self.metrics = path / "metrics.jsonl"  # StepsCommitted of the leader, ModelEvaluated, LoggedValues: a line each
         self.checkpoints = path / "checkpoints"
         self._events = atomic_write.LineFile(self.events)
         self._metrics = atomic_write.LineFile(self.metrics)
@@ -111,7 +112,8 @@ class RunFolder:
 
     def files(self) -> list[str]:
         """The names of the run's main files that exist."""
-        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, self.model)
+        weights = (self.model, self.path / "best.safetensors", self.path / "ema.safetensors")
+        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, *weights)
         return [file.name for file in known if atomic_write.exists(file)]
 
     def write_json(self, path: Path, value: Any) -> None:
@@ -123,8 +125,7 @@ class RunFolder:
     def append_event(self, event: AnyEvent) -> None:
         """Counts an error of the disk in `write_errors` instead of raising: it must not end the run."""
         self._append(self._events, encode(event))
-        line = _metrics_line(event)
-        if line is not None:
+        for line in _metrics_lines(event):
             self._append(self._metrics, msgspec.json.encode(line))
 
     def read_events(self) -> list[AnyEvent]:
@@ -238,10 +239,10 @@ def _with_event(line: RunLine, event: AnyEvent) -> RunLine:
     return line
 
 
-def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
+def _metrics_lines(event: AnyEvent) -> list[dict[str, Any]]:
     if isinstance(event, StepsCommitted) and event.leader:
         seconds = event.spent.total
-        return {
+        line = {
             "step": event.step,
             "epoch": event.epoch,
             "time": event.time,
@@ -250,9 +251,13 @@ def _metrics_line(event: AnyEvent) -> dict[str, Any] | None:
             **({"losses": event.losses} if event.losses else {}),
             "samples_per_second": event.samples / seconds if seconds else None,
         }
+        return [line]
     if isinstance(event, ModelEvaluated):
-        return {"step": event.step, "epoch": event.epoch, "time": event.time, "metrics": event.metrics}
-    return None
+        return [{"step": event.step, "epoch": event.epoch, "time": event.time, "metrics": event.metrics}]
+    if isinstance(event, MetricsLogged):
+        rows = event.rows
+        return [{"step": row.step, "epoch": row.epoch, "time": row.time, "logged": row.values} for row in rows]
+    return []
 
 
 def _fresh(root: Path) -> Path:

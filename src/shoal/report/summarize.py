@@ -59,6 +59,8 @@ def _results(tally: RunTally, outcome: str, target: str | None) -> dict[str, Any
         "final_loss": lowest.final_loss if lowest and not tally.is_queue else tally.loss,
         "metrics": dict(lowest.metrics if lowest and lowest.metrics and not tally.is_queue else tally.metrics),
         "target": _target(tally, target),
+        "logged": dict(tally.logged),
+        "best": _best(tally),
         "workers": tally.num_workers,
         "lanes": started.lanes if started else None,
         "layout": started.layout if started else None,
@@ -100,6 +102,7 @@ def _history(tally: RunTally) -> dict[str, Any]:
         "traffic": _traffic(tally),
         "checkpoints": [_fields(each) for each in tally.saved],
         "checkpoints_failed": [_fields(each) for each in tally.save_failed],
+        "loggers_failed": [_fields(each) for each in tally.logger_failures],
         "assignments": [
             {"step": each.step, "assignment": [list(lanes) for lanes in each.assignment], "reason": each.reason}
             for each in tally.assignments
@@ -171,6 +174,15 @@ def _target(tally: RunTally, text: str | None) -> dict[str, Any] | None:
         "step": reached.step if reached else None,
         "seconds": round(max(0.0, reached.time - began), 6) if reached and began is not None else None,
     }
+
+
+def _best(tally: RunTally) -> dict[str, Any] | None:
+    """The best evaluation, and the checkpoint that was kept for it; None: it is not in place."""
+    if tally.best is None:
+        return None
+    best = tally.best
+    path = next((each.path for each in tally.saved if each.step == best.step), best.path) or None
+    return {"metric": best.metric, "value": best.value, "step": best.step, "checkpoint": path}
 
 
 def _evaluation_ms(tally: RunTally, step_ms: dict[str, float] | None) -> float:

@@ -20,7 +20,7 @@ from shoal.recovery.checkpoint.export import export_stored, export_weights
 from shoal.recovery.checkpoint.files import ShardWriteTask, Snapshot, StateShard
 from shoal.recovery.checkpoint.live_state import LiveState
 from shoal.recovery.checkpoint.policy import CheckpointPolicy
-from shoal.recovery.checkpoint.reader import open_weights
+from shoal.recovery.checkpoint.reader import average_tensors, open_weights
 from shoal.recovery.checkpoint.serialize import SnapshotBuffers
 from shoal.recovery.checkpoint.shards import CheckpointAbandoned
 from shoal.recovery.checkpoint.state import capture_weights
@@ -29,6 +29,7 @@ from shoal.report.events import CheckpointIntervalChanged, CheckpointSaved, Even
 # Seconds before each look for the newest checkpoint. A folder that hosts share, or that a worker taken for dead still
 # writes to, may look different to two workers for a moment.
 RETRY_PAUSES = (0.0, 0.2, 0.5, 1.0, 3.0)
+AVERAGE_FILE, BEST_FILE = "ema.safetensors", "best.safetensors"
 POLL_SECONDS = 0.005  # between two looks whether a sharded checkpoint is in place
 
 
@@ -56,6 +57,8 @@ class Checkpointer:
         self.folder, self.live, self.emit = folder, live, emit
         self.policy = policy or CheckpointPolicy(time.monotonic(), workers=1)
         self.writes = False
+        self.exports_average = False  # of the weights, which the state has
+        self.exports_best_average = False  # the best step is that of the best average
         self.saved_step = -1  # of the newest checkpoint that this worker knows to be in place
         self.capture_seconds = 0.0  # that training waited for the last save
         self.write_seconds: float | None = None  # that the last write took beside training
@@ -275,7 +278,7 @@ class Checkpointer:
         return found
 
     def export(self) -> None:
-        """Writes model.safetensors, the weights alone, on the leader."""
+        """Writes model.safetensors, the weights alone, on the leader; and the average and the best beside it."""
         if self.directory is None or self.folder is None or not self.is_leader:
             return
         step, target = self._requested_step, self.folder / "model.safetensors"
@@ -283,20 +286,27 @@ class Checkpointer:
             if self._sharded_state is None:
                 export_weights(target, *capture_weights(self.live.model))
             else:
-                self._export_sharded(self.directory, step, target)
+                self._export_stored(self.directory, [step], target)
+            if self.exports_average:
+                self._export_stored(self.directory, [step], self.folder / AVERAGE_FILE, average=True)
+            if self.directory.preferred:
+                average, best = self.exports_best_average, self.folder / BEST_FILE
+                self._export_stored(self.directory, self.directory.preferred, best, average=average)
         except (OSError, ShoalError) as error:
             self.emit(SaveFailed(step=step, reason=str(error)))
 
-    def _export_sharded(self, directory: CheckpointDirectory, step: int, target: Path) -> None:
-        """Exports from the checkpoint of the last step: no worker has the whole model."""
+    def _export_stored(
+        self, directory: CheckpointDirectory, steps: Sequence[int], target: Path, *, average: bool = False
+    ) -> None:
+        """Exports from the checkpoint of the first of these steps that has one. `average`: of the weights."""
         self._wait_for_writers()
         self._wait()
-        path = directory.of_step(step)
+        path = next((path for step in steps if (path := directory.of_step(step)) is not None), None)
         if path is None:
             raise CheckpointError(f"the weights {target} were not written: the last checkpoint, which has them, failed")
         stored, aliases = open_weights(path)
         with stored:
-            export_stored(target, stored, aliases)
+            export_stored(target, stored, aliases, average_tensors(path) if average else {})
 
 
 def _failure_cause(error: Exception) -> str:

@@ -13,6 +13,7 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.job_setup import OpenJob, set_up_job
 from shoal.worker.lane_overhead import measure_lane_cost
 from shoal.worker.run import Run
+from shoal.worker.step_watch import StepWatch
 from shoal.worker.training_state import Batch
 
 
@@ -25,12 +26,15 @@ class CollectiveWorker:
         self.objective = self.setup.objective
         self.run: Run  # from `enter` on
         self.entered = False
+        self._watch: StepWatch | None = None  # where the job has callbacks
         self._epochs: Iterator[int] = iter(())
         self._batches: Iterator[Batch] = iter(())
 
     def enter(self) -> None:
         self.run = Run(self.setup, self.plan, self.context, self.context.membership())
         self.entered = True
+        if self.setup.callbacks:
+            self._watch = StepWatch(self.run, self.setup.callbacks)
         if self.job.compile:
             compile_blocks(self.setup.built.model, self.run.replica.blocks.names)
         self._epochs = self.run.epochs(-(-self.opened.steps // self.run.schedule.steps_per_epoch))
@@ -48,13 +52,17 @@ class CollectiveWorker:
 
     def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
         optimizer, scheduler = self.setup.optimizer, self.setup.scheduler
-        if self.job.clip_norm is not None:
-            self.run.clip(self.job.clip_norm)
+        norm = None if self.job.clip_norm is None else self.run.clip(self.job.clip_norm)
         optimizer.step()
+        if self.setup.average is not None and not result.not_finite:
+            self.setup.average.update()
         self.run.updated()
+        if self._watch is not None:
+            self._watch.note_update(norm)
         if scheduler is not None:
             scheduler.step()
-        optimizer.zero_grad()
+        if self._watch is None:  # callbacks may look at the gradients
+            optimizer.zero_grad()
         return result
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
@@ -70,6 +78,8 @@ class CollectiveWorker:
             run.stopped = f"target {self.job.target} reached"
         if run.leader:
             run.record_evaluation(step, run.evaluation_seconds, reached)
+        if self._watch is not None:
+            self._watch.note_evaluation()
 
     def recover(self, error: ShoalError) -> bool:
         """`Run` recovers from a loss where it happens: a loop of the user's own does not see it, either."""
@@ -77,6 +87,8 @@ class CollectiveWorker:
 
     def finish(self) -> bool:
         run = self.run  # `epochs` has finished it
+        if self._watch is not None:
+            self._watch.finish()
         run.record_usage(self.meter.peak_bytes())
         if run.leader and not run.resumable and run.step and not run.layout.sharded:
             # The user's code runs a few times more than was asked for: it prints nothing, and can fail without harm.

@@ -14,9 +14,11 @@ from shoal.numerics import kernels
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.worker.build_model import build_worker_model
 from shoal.worker.context import WorkerContext
+from shoal.worker.job_callbacks import JobCallbacks
 from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
 from shoal.worker.model_partition import ModelOutline
 from shoal.worker.training_state import TrainingSetup
+from shoal.worker.weight_average import WeightAverage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,9 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
         broadcast=isinstance(job.model, nn.Module),
         steps=opened.steps,
         checkpoint_every=job.checkpoint_every,
+        callbacks=JobCallbacks(job),
+        average=None if job.ema is None else WeightAverage(job.ema, optimizer, built.update),
+        evaluates_average=job.evaluate_ema,
     )
     return setup, meter
 

@@ -33,7 +33,7 @@ from shoal.worker.lane_speeds import MIN_SPEEDUP
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers
 from shoal.worker.membership import ModelShardLost, RunCompleted, RunMembership
 from shoal.worker.recover import RunRecovery
-from shoal.worker.requests import EVICT, LEAVE, SAVE
+from shoal.worker.requests import END, EVICT, LEAVE, SAVE
 from shoal.worker.run_evaluation import RunEvaluation
 from shoal.worker.run_state import RunState
 from shoal.worker.training_state import Batch, TrainingSetup
@@ -53,6 +53,9 @@ class Run(RunState):
     def __init__(self, setup: TrainingSetup, plan: Plan, context: WorkerContext, membership: RunMembership) -> None:
         super().__init__(setup, plan, context, membership)
         self.evaluation_seconds = 0.0
+        self.after_step: Callable[[StepResult], None] | None = None  # called when a step is applied, before it is saved
+        self.save_wanted = False  # `after_step` wants this step saved, on all workers alike
+        self.leader_stop_reason = ""  # this worker, the leader, wants the run to end after the next step
         self._batch: Batch | None = None  # of the step under way
         self._committed: CommittedStep | None = None
         self._optimizers = LoopOptimizers(
@@ -181,6 +184,8 @@ class Run(RunState):
             requests |= LEAVE | EVICT
         if self.leader and self.checkpoints.due(step):
             requests |= SAVE
+        if self.leader_stop_reason:
+            requests |= END
         return requests
 
     def clip(self, max_norm: float) -> float:
@@ -233,6 +238,8 @@ class Run(RunState):
         self.step = committed.batch.step + 1
         self.membership.set_busy(False)
         self.record_step(committed.batch, result, self.member_workers)
+        if self.after_step is not None:
+            self.after_step(result)
         self._record_recovery()
         if self.timer.due:
             self.report()
@@ -246,10 +253,13 @@ class Run(RunState):
             self._report_digests()
         if self.stopped is None and not self.at_limit and (reason := self.stop_reason(result.requested)):
             self.stopped, self.resumable = reason, True
+        if self.stopped is None and not self.at_limit and any(request & END for request in result.requested):
+            self.stopped = self.leader_stop_reason or "a callback asked to stop"
         watched = self.plan.shares == "auto" or self.config.failure.slow != "ignore"
         if committed.generation == self.membership.generation and watched and not self.layout.sharded:
             self._rebalance(result.compute_by_worker)
-        if any(request & SAVE for request in result.requested):
+        if self.save_wanted or any(request & SAVE for request in result.requested):
+            self.save_wanted = False
             self._save_checkpoint()
         self._recovery.change_members(result.requested, committed.generation)
 

@@ -114,6 +114,7 @@ class RunState(TrainingState):
             "passes": self.finished_epochs,
             "evaluations": self.evaluations[0],
             **({"inexact": self.inexact} if self.inexact else {}),
+            **({"callbacks": self.setup.callbacks.state()} if self.setup.callbacks else {}),
         }
 
     def restore_progress(self, snapshot: Snapshot) -> None:
@@ -127,6 +128,8 @@ class RunState(TrainingState):
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
         self.evaluations = (values.get("evaluations", 0), self.metrics)
+        if self.setup.callbacks is not None:
+            self.setup.callbacks.load_state(values.get("callbacks", {}))
 
     # -- samples ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +33,11 @@ from shoal.worker.build_model import WorkerModel
 from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
+from shoal.worker.job_callbacks import JobCallbacks
 from shoal.worker.requests import STOP
 from shoal.worker.step_timer import StepTimer
 from shoal.worker.training_notes import TrainingNotes, batch_norm_note
+from shoal.worker.weight_average import WeightAverage
 
 FIRST_PASS = BackwardPass()  # the only one of most loops
 
@@ -77,6 +80,9 @@ class TrainingSetup:
     broadcast: bool = False  # weights may differ by worker at the start: all begin with rank 0's
     steps: int | None = None
     checkpoint_every: int | None = None
+    callbacks: JobCallbacks | None = None
+    average: WeightAverage | None = None  # of the weights
+    evaluates_average: bool = False
 
 
 class TrainingState(ABC):
@@ -151,7 +157,9 @@ class TrainingState(ABC):
             auto=self.config.checkpoint.auto,
             steps_per_epoch=self.schedule.steps_per_epoch,
         )
-        return Checkpointer(self.context.folder, live, self.emit, policy, check_peers=check_peers)
+        made = Checkpointer(self.context.folder, live, self.emit, policy, check_peers=check_peers)
+        made.exports_average, made.exports_best_average = self.setup.average is not None, self.setup.evaluates_average
+        return made
 
     def step_setup(self) -> StepSetup:
         """For a strategy, before it has a group."""
@@ -174,7 +182,10 @@ class TrainingState(ABC):
         )
 
     def evaluate_lanes(self, source: DataSource, measure: Measure, workers: EvaluationGroup) -> Any:
-        return evaluate(source, measure, self.replica, workers, self.schedule.batch)
+        average = self.setup.average
+        # Not longer than that: a worker that is lost meanwhile is replaced by one that gets the weights themselves.
+        with average.in_place() if average is not None and self.setup.evaluates_average else nullcontext():
+            return evaluate(source, measure, self.replica, workers, self.schedule.batch)
 
     def stop_reason(self, requested: Sequence[int]) -> str:
         """Why the run ends after this step, to be resumed later; empty: it goes on."""
@@ -250,6 +261,11 @@ class TrainingState(ABC):
             step=step, epoch=self.epoch, metrics=self.metrics, seconds=seconds, target_reached=target_reached
         )
         self.emit(event)
+
+    def record_logged(self, rows: Sequence[events.LoggedValues]) -> None:
+        """What callbacks logged."""
+        if rows:
+            self.emit(events.MetricsLogged(rows=list(rows)))
 
     def record_digests(self, tensors: dict[str, str]) -> None:
         if self.leader:

@@ -89,6 +89,7 @@ class CheckpointDirectory:
             raise InputError(f"keep={keep}: at least 1 checkpoint has to stay", fix="keep=2")
         self.folder = folder
         self.keep = keep
+        self.preferred: list[int] = []  # steps: the first of them that has a checkpoint is kept, however old
         self.stall_seconds = stall_seconds
         self._verified: set[Path] = set()  # not read again each time another checkpoint is written
 
@@ -143,6 +144,10 @@ class CheckpointDirectory:
     def of_step(self, step: int) -> Path | None:
         """A checkpoint of this step that verifies."""
         return next((path for path in self._complete() if _step_of(path.name) == step and self._verifies(path)), None)
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.folder / step_name(step)
 
     def has_shard(self, step: int, token: str, shard_index: int) -> bool:
         """Whether a shard is where the leader looks for it, or the whole checkpoint is in place already."""
@@ -245,12 +250,15 @@ class CheckpointDirectory:
         choose to remove the good one.
         """
         kept = {step}
+        best = next((best for best in tuple(self.preferred) if best == step or self.of_step(best) is not None), None)
         # The new checkpoint is in place. The next write tries again what fails here.
         with suppress(OSError, RunFolderError, CheckpointError):
             for path in self._complete():
                 if path == newest or not _is_ours(path):
                     continue
                 step = read_manifest(path).step
+                if step == best and self._verifies(path):
+                    continue
                 if len(kept) < self.keep and step not in kept and self._verifies(path):
                     kept.add(step)
                 else:

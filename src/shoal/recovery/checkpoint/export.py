@@ -25,10 +25,18 @@ def export_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, st
     _export(path, specs, weights.__getitem__, aliases)
 
 
-def export_stored(path: Path, stored: StoredTensors, aliases: dict[str, str]) -> None:
-    """Writes the same file from the files of a checkpoint, with one tensor in memory at a time."""
+def export_stored(
+    path: Path, stored: StoredTensors, aliases: dict[str, str], averages: Mapping[str, str] | None = None
+) -> None:
+    """Writes the same file from the files of a checkpoint, with one tensor in memory at a time. `averages`: by weight,
+    the tensor of the optimizer's state to write in its place (`average_tensors`)."""
     specs = {name: (STORABLE_DTYPES[entry.dtype], entry.shape) for name, entry in stored.index["weights"].items()}
-    _export(path, specs, lambda name: stored.read("weights", name), aliases)
+    chosen = averages or {}
+
+    def read(name: str) -> Tensor:
+        return stored.read("optimizer", chosen[name]) if name in chosen else stored.read("weights", name)
+
+    _export(path, specs, read, aliases)
 
 
 def _export(path: Path, specs: TensorSpecs, read: Callable[[str], Tensor], aliases: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ from shoal.recovery.checkpoint.files import (
 from shoal.recovery.checkpoint.manifest import Manifest, read_manifest
 from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES, SafetensorsFile
 from shoal.recovery.checkpoint.shards import optimizer_state_of, parameter_of_tensor, without_strides
-from shoal.recovery.checkpoint.state import shape_text
+from shoal.recovery.checkpoint.state import AVERAGE, shape_text
 
 _OPEN_FILES = 64  # at once
 
@@ -162,6 +162,12 @@ def open_weights(folder: Path) -> tuple[StoredTensors, dict[str, str]]:
     """The stored tensors of a checkpoint that verifies, and their aliases. The caller closes them."""
     state = _read_state(folder, read_manifest(folder).version)
     return StoredTensors(folder, _index_of(folder, state)), state.aliases
+
+
+def average_tensors(folder: Path) -> dict[str, str]:
+    """By weight, the tensor of the optimizer's state that has its average."""
+    state = optimizer_state_of(_read_state(folder, read_manifest(folder).version).values)
+    return {name: found[AVERAGE]["$tensor"] for name, found in state.items() if AVERAGE in found}
 
 
 def _index_of(folder: Path, state: StateFile) -> TensorIndex:

@@ -22,6 +22,7 @@ from shoal.numerics.digest import tensor_sha256
 from shoal.recovery.checkpoint.serialize import CopyTensor, decode, encode, plain_copy
 
 ShapesByName = Mapping[str, tuple[int, ...]]
+AVERAGE = "shoal_average"  # in the optimizer's state of a parameter: the moving average of its values
 
 # ---- weights
 
