@@ -37,6 +37,22 @@ TABLE = (
         command="verify {} --workers 1,2 --steps 4",
         shows=(r"2 workers +[0-9a-f]{64} +equal",),
     ),
+    FirstDay(
+        script="early_stopping.py",
+        command="train {} --workers 2",
+        shows=(
+            r"ended early stopping: no better loss in 3 evaluations; the best, 0\.\d+, was at step \d+",
+            r"best accuracy 0\.9\d+ after step \d+: runs/\w+/checkpoints/step-\d+, best\.safetensors",
+            r"gradient norm \d",
+            r"ema\.safetensors",
+            r"exact: the same on any number of workers",
+        ),
+    ),
+    FirstDay(
+        script="early_stopping.py",
+        command="verify {} --workers 1,2 --steps 46 --resume",
+        shows=(r"2 workers +[0-9a-f]{64} +equal", r"resumed? .* equal"),
+    ),
 )
 
 

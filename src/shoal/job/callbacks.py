@@ -49,12 +49,14 @@ class StepInfo:
         and the job does not clip: no worker knows it then."""
         return self.read_gradient_norm()
 
-    def log(self, name: str, value: float) -> None:
-        """Writes a number of the user's own to metrics.jsonl, the report, the live view and the loggers. What several
-        workers log is written once, as the leader has it."""
+    def log(self, name: str, value: Any) -> None:
+        """Writes a number of the user's own (a tensor of one element, too) to metrics.jsonl, the report, the live view
+        and the loggers; None is left out. What several workers log is written once, as the leader has it."""
+        if value is None:
+            return
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             raise JobError(f"info.log({name!r}, …): {type(value).__name__} is no number", fix="a number") from None
         self.log_value(str(name), number)
 

@@ -1,6 +1,6 @@
 """Calls a job's callbacks at the steps of its run, and does what they ask for.
 
-    optimizer.step ─► note_update ─► evaluation, if it is due ─► Run.end_step: the step is counted ─► after_step ─► saved
+    optimizer.step ─► note_update ─► evaluation, if due ─► Run.end_step: the step is counted ─► after_step ─► saved
 
 What callbacks remember of a step is in its checkpoint, and goes to a worker that comes in after it.
 """
