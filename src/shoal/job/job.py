@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from shoal.errors import JobError
 from shoal.job.callbacks import Callback, check_callbacks
-from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
 from shoal.job.dataset import DataSource, open_data
+from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
 from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
 from shoal.numerics.kernels import ISA_ENVIRONMENT
