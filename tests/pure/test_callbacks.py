@@ -18,7 +18,7 @@ from shoal.driver.make_plan import plan_for
 from shoal.errors import CheckpointError, JobError, PlanError
 from shoal.job.callbacks import StepInfo
 from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
-from shoal.job.load import parse_setting
+from shoal.job.settings import parse_setting
 from shoal.parallel.optimizer_view import OptimizerView
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.worker.job_callbacks import JobCallbacks
