@@ -283,6 +283,13 @@ def test_a_job_without_an_average_has_the_arithmetic_it_had() -> None:
     assert job(ema=0.9).arithmetic()["ema"] == 0.9
 
 
+def test_what_is_verified_is_the_training_alone() -> None:
+    watched = job(patience=2, keep_best="loss", target="loss < 1", ema=0.9, evaluate_ema=True, callbacks=[Draws()])
+    bare = watched.unwatched()
+    assert bare.arithmetic() == watched.arithmetic()
+    assert bare.evaluate is None and not JobCallbacks(bare)
+
+
 # -- the best checkpoint ----------------------------------------------------------------------------------------------
 
 

@@ -204,7 +204,7 @@ class VerifiedJob:
 def verify(job: Job, wanted: list[VerifyPlacement], steps: int, *, name: str) -> Iterator[VerifyRow]:
     """Yields a row for the reference on one worker, then one for each placement, up to the first that differs."""
     # Evaluation changes no bit, and a target would end the run early.
-    opened = open_job(job.changed(steps=steps, target=None, evaluate=None))
+    opened = open_job(job.unwatched().changed(steps=steps))
     return compare_placements(VerifiedJob(opened=opened, name=name), wanted, steps)
 
 
@@ -334,7 +334,7 @@ class PlainResult:
 
 def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResult:
     """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
-    base = job.changed(steps=steps, target=None, evaluate=None, precision="fp32", compile=False)
+    base = job.unwatched().changed(steps=steps, precision="fp32", compile=False)
     opened = open_job(base)
     source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)

@@ -248,6 +248,12 @@ class Job:
         """Every field in a form for readers."""
         return {item.name: readable(getattr(self, item.name)) for item in dataclasses.fields(self) if item.init}
 
+    def unwatched(self) -> "Job":
+        """The same training to its last step: without evaluations, callbacks, and what ends it before."""
+        return self.changed(
+            evaluate=None, target=None, callbacks=(), patience=None, monitor=None, keep_best=None, evaluate_ema=False
+        )
+
     def changed(self, **changes: Any) -> "Job":
         # A new length replaces the old one, in steps or epochs.
         if "steps" in changes and "epochs" not in changes:
