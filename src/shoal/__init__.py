@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.job.callbacks import Callback, StepInfo
     from shoal.job.early_stopping import EarlyStopping
     from shoal.job.job import Job
+    from shoal.job.loss_scale import LossScale
     from shoal.parallel.plan import Plan
     from shoal.paramserver.embedding import Embedding
     from shoal.worker.join import join
@@ -40,6 +41,7 @@ _HOMES = {  # a module is imported with the first use of one of its names: torch
     "job.callbacks": ("Callback", "StepInfo"),
     "job.early_stopping": ("EarlyStopping",),
     "job.job": ("Job",),
+    "job.loss_scale": ("LossScale",),
     "parallel.plan": ("Plan",),
     "paramserver.embedding": ("Embedding",),
     "worker.join": ("join",),
@@ -59,6 +61,7 @@ __all__ = [
     "Failure",
     "InputError",
     "Job",
+    "LossScale",
     "Mirrored",
     "Output",
     "Parallel",

@@ -79,6 +79,9 @@ def job(name: str = "momentum") -> shoal.Job:
     often = {"epochs": 4, "evaluate_every": 3, "checkpoint_every": 4}
     if name == "adamw":
         return job_for(everything, evaluate=samples_for(everything, 24), **often)
+    if name == "half":
+        scale = shoal.LossScale(init_scale=2.0**24, growth_interval=3)
+        return job_for(everything, precision="fp16", loss_scale=scale, freeze={"*.bias": 6}, **often)
     if name == "unsaved":
         return job_for(everything, epochs=4, checkpoint_every=100)
     return job_for(
@@ -144,6 +147,14 @@ def test_any_worker_may_die_in_the_first_step_the_last_and_between(
     train(faults, name)
     assert [lost["rank"] for lost in faults.told("worker-lost")] == list(order)
     assert [given["rank"] for given in faults.told("state-transferred")][:2] == [first, second]
+
+
+def test_a_replacement_goes_on_with_the_loss_scale_and_what_is_frozen(faults: Faults) -> None:
+    """Killed after skipped updates with its gradient at hand; in a step that frees parameters; in the last pass."""
+    kill_in_turn(faults, (MERGED, 2, 0), (LANE, 6, 1), (MET, 13, 0))
+    value = train(faults, "half")
+    assert len(faults.told("worker-lost")) == 3
+    assert value["loss_scale"]["skipped"] >= 2
 
 
 @pytest.mark.parametrize("worker", [0, 2])

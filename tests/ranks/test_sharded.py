@@ -182,7 +182,7 @@ def train(case: Case, strategy: LaneStrategy, check: Callable[[], None] = lambda
         reduced = strategy.reduce(strategy.compute(work, closure_of(case, replica.model)))
         strategy.commit(reduced)
         outcome = strategy.write_gradients(reduced)
-        assert fetched == strategy.microbatch_indices(indices, BATCH)
+        assert fetched == strategy.microbatch_indices(indices, BATCH, strategy.microbatches)
         assert not outcome.not_finite
         norm = clip_to_norm([each.grad for _, each in named if each.grad is not None], CLIP, outcome.grad_norm)
         outcomes += [outcome.loss, norm]

@@ -2,6 +2,7 @@
 
 from shoal.errors import PlanError
 from shoal.job.job import Job
+from shoal.job.optimizer_call import takes_model
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
 from shoal.paramserver.sync_mode import SyncMode
@@ -46,6 +47,26 @@ def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | No
     mode = servers.mode or SyncMode()
     mode.check_workers(workers)
     return mode
+
+
+def check_server_job(job: Job, servers: int) -> None:
+    """Raises PlanError where the job needs what workers of a run with servers do not have."""
+    if job.loss_scaling is not None:
+        raise PlanError(
+            f"precision={job.precision!r} with a loss scale and --servers {servers}: servers apply every step they are"
+            " given, and a step whose scaled gradients overflow must be left out",
+            fix="precision='bf16', which needs no loss scale; or without --servers",
+        )
+    if len(job.accumulation) > 1:
+        raise PlanError(
+            f"accumulate={job.accumulate!r} and --servers {servers}: servers count steps, as many in each pass",
+            fix="one number for all passes, accumulate=4; or without --servers",
+        )
+    if takes_model(job.optimizer):
+        raise PlanError(
+            f"optimizer takes (model, named) and --servers {servers}: a server has rows of parameters, and no modules",
+            fix="an optimizer of (named), which tells parameters apart by name; or without --servers",
+        )
 
 
 def read_sync_modes(text: str) -> list[SyncMode]:

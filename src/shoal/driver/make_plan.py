@@ -11,7 +11,7 @@ from msgspec import structs
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.topology import RankPlace
 from shoal.driver.auto_layout import LayoutChooser
-from shoal.driver.check_plan import check_compile, check_monitoring, check_servers
+from shoal.driver.check_plan import check_compile, check_monitoring, check_server_job, check_servers
 from shoal.driver.launchers.base import Launcher
 from shoal.driver.launchers.lab import LabLauncher
 from shoal.driver.launchers.local import LocalLauncher
@@ -73,6 +73,7 @@ def plan_for(job: Job, config: RunConfig, launcher: Launcher | None = None) -> P
     if mode is None:
         plan = structs.replace(plan, servers=0, sync="") if plan.servers else plan
     else:
+        check_server_job(job, servers.count or 0)
         exact = plan.exact and mode.exact and not plan.compress
         plan = structs.replace(plan, servers=servers.count or 0, sync=str(mode), exact=exact)
     check_monitoring(job, plan)

@@ -4,7 +4,7 @@ import copy
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from shoal.driver.launchers.lab import Lab
 from shoal.driver.make_plan import open_job
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError, Stopped
+from shoal.job.freeze import active_patterns, is_frozen
 from shoal.job.job import Job
 from shoal.job.model_call import loss_of, model_call, target_of
 from shoal.numerics import kernels
@@ -32,6 +33,7 @@ from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.report.human import plural
 from shoal.worker.build_model import build_model
+from shoal.worker.job_optimizer import build_optimizer
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.run_config import RunConfig, Servers
 
@@ -334,7 +336,7 @@ class PlainResult:
 
 def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResult:
     """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
-    base = job.unwatched().changed(steps=steps, precision="fp32", compile=False)
+    base = job.unwatched().changed(steps=steps, precision="fp32", loss_scale=None, compile=False)
     opened = open_job(base)
     source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
@@ -386,12 +388,15 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
     """An ordinary loop on one machine. Only the order of samples and the initial weights come from Shoal."""
     schedule = job.schedule(opened.source.samples, opened.source.last)
     model = _deterministic_model(job)
-    optimizer = job.optimizer(list(model.named_parameters()))
+    optimizer = build_optimizer(job, model, list(model.named_parameters()))
     scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for step in range(steps):
+        if job.freeze is not None:
+            _freeze(model, trained, active_patterns(job.freeze, step))
         epoch, within = schedule.position(step)
         order = opened.source.order(epoch)
-        batch = opened.source.fetch(order[within * schedule.batch : (within + 1) * schedule.batch], epoch)
+        batch = opened.source.fetch(order[schedule.slice_of(epoch, within)], epoch)
         own = job.loss == "model"
         inputs = model_call(model, batch, model_has_loss=own)
         output = model(*inputs.args, **inputs.kwargs)
@@ -406,3 +411,11 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
         if scheduler is not None:
             scheduler.step()
     return model
+
+
+def _freeze(model: nn.Module, trained: set[str], patterns: Sequence[str]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained and not is_frozen(patterns, names[id(parameter)]))

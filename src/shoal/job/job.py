@@ -12,19 +12,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import JobError
+from shoal.job.accumulate import parse_accumulation
 from shoal.job.callbacks import Callback, check_callbacks
 from shoal.job.dataset import DataSource, open_data
 from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
+from shoal.job.freeze import check_freeze
+from shoal.job.loss_scale import LossScale
 from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
 from shoal.numerics.kernels import ISA_ENVIRONMENT
-from shoal.numerics.sampling import SampleSchedule
+from shoal.numerics.sampling import ONE_BATCH, Accumulation, SampleSchedule
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 PRECISIONS = {
     "fp32": "fp32",
     "bf16": "bf16-autocast",
     "bf16-autocast": "bf16-autocast",
+    "fp16": "fp16-autocast",
+    "fp16-autocast": "fp16-autocast",  # with a loss scale
     "bf16-weights": "bf16-weights",  # weights and activations in bf16, masters and updates in fp32
 }
 
@@ -40,7 +45,7 @@ class Job:
                "model": the model gets the whole batch, model(**batch) or model(*batch), and returns its loss (.loss,
                ["loss"], the first of a tuple, or the loss alone); a mean over labels that are not ignored is weighted
                by their number
-    optimizer  gets the list of (name, parameter), returns a torch optimizer
+    optimizer  gets the list of (name, parameter), or the model and that list; returns a torch optimizer
     batch      samples of one optimizer update, whatever the number of workers
 
     Of samples by name, a loss function's model gets those entries that its `forward` takes by name, except labels; the
@@ -50,13 +55,14 @@ class Job:
     model: nn.Module | Callable[[], nn.Module]
     data: Any
     loss: Callable[[Any, Any], Any] | Literal["model"]
-    optimizer: Callable[[NamedParameters], Optimizer]
+    optimizer: Callable[..., Optimizer]
     batch: int | None = None
     steps: int | None = None
     epochs: int | None = None
 
     lanes: int | None = None  # 4, or the largest power of two that divides a smaller batch
     microbatches: int = 1  # of a lane, computed one after the other
+    accumulate: int | Mapping[int, int] | None = None  # batches that are one update; by pass: {0: 1, 2: 4}
     seed: int = 0
     shuffle: bool = True
     collate_fn: Callable[[list[Any]], Any] | None = None  # makes a batch of a list of samples (padding)
@@ -68,8 +74,10 @@ class Job:
     threads: int = 1
     compile: bool = False
     precision: str = "fp32"
+    loss_scale: Any = None  # of fp16: a LossScale, which follows the gradients; or a number, which stays
     scheduler: Callable[[Optimizer], Any] | None = None  # stepped once per update
     clip_norm: float | None = None
+    freeze: Mapping[str, int | None] | None = None  # names of parameters or modules -> the first step that trains them
     evaluate: Any = None  # held-out data, in any form that `data` can have
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     target: Any = None  # "accuracy >= 0.97": training ends when an evaluation reaches it
@@ -121,8 +129,10 @@ class Job:
         if self.lanes is None:
             object.__setattr__(self, "lanes", _default_lanes(self.batch))
         self._check_batch_split()
+        parse_accumulation(self.accumulate)
         self._check_choices()
         object.__setattr__(self, "precision", PRECISIONS[self.precision])
+        object.__setattr__(self, "loss_scale", LossScale.parse(self.loss_scale))
         object.__setattr__(self, "target", MetricTarget.parse(self.target, self.metrics))
         if self.target is not None and self.evaluate is None:
             raise JobError(
@@ -173,6 +183,8 @@ class Job:
                 raise JobError(f"{name}={value!r} is not known", fix=f"one of {names}")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"clip_norm={self.clip_norm!r} must be a number above 0")
+        if self.freeze is not None:
+            check_freeze(self.freeze)
 
     def _check_monitoring(self) -> None:
         check_callbacks(self.callbacks)
@@ -223,13 +235,32 @@ class Job:
             return None
         return open_data(self.evaluate, seed=self.seed, shuffle=False, collate_fn=self.collate_fn)
 
+    @property
+    def autocast(self) -> bool:
+        """Whether the model computes in the types that torch chooses for each operation."""
+        return self.precision.endswith("-autocast")
+
+    @property
+    def loss_scaling(self) -> LossScale | None:
+        """The loss scale in force: fp16 has one in any case."""
+        return LossScale() if self.loss_scale is None and self.precision == "fp16-autocast" else self.loss_scale
+
+    @property
+    def accumulation(self) -> Accumulation:
+        return parse_accumulation(self.accumulate)
+
     def schedule(self, samples: int, loader_last: str | None = None) -> SampleSchedule:
         if samples < self.batch_size:
             raise JobError(f"the data has {samples} samples, fewer than a batch of {self.batch}", fix="a smaller batch")
-        return SampleSchedule(samples=samples, batch=self.batch_size, last=self.last or loader_last or "short")
+        return SampleSchedule(
+            samples=samples,
+            batch=self.batch_size,
+            last=self.last or loader_last or "short",
+            accumulate=self.accumulation,
+        )
 
     def total_steps(self, schedule: SampleSchedule) -> int:
-        return self.steps if self.steps is not None else (self.epochs or 0) * schedule.steps_per_epoch
+        return self.steps if self.steps is not None else schedule.first_step(self.epochs or 0)
 
     def arithmetic(self) -> dict[str, Any]:
         """Every field that decides the bits, as JSON to save and compare. A longer run begins with the same steps, so
@@ -240,9 +271,14 @@ class Job:
         )
         # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
         found = {name: describe(getattr(self, name)) for name in decisive.split()}
-        # Fields of later versions count where they are given: checkpoints of before still fit.
-        later = ("collate_fn", "ema")
-        return found | {name: describe(getattr(self, name)) for name in later if getattr(self, name)}
+        # Fields of later versions count where they are used: checkpoints of before still fit.
+        later = ("collate_fn", "ema", "freeze")
+        found |= {name: describe(getattr(self, name)) for name in later if getattr(self, name)}
+        if self.loss_scaling is not None:
+            found["loss_scale"] = dataclasses.asdict(self.loss_scaling)
+        if self.accumulation != ONE_BATCH:
+            found["accumulate"] = describe(self.accumulation)
+        return found
 
     def resolved(self) -> dict[str, Any]:
         """Every field in a form for readers."""
@@ -291,6 +327,8 @@ def readable(value: Any) -> Any:
         return {str(key): readable(item) for key, item in value.items()}
     if isinstance(value, MetricTarget):
         return str(value)
+    if isinstance(value, LossScale):
+        return dataclasses.asdict(value)
     if hasattr(value, "shape"):
         return f"tensor {tuple(value.shape)}"
     if isinstance(value, list | tuple):

@@ -87,8 +87,8 @@ class Objective:
     def forward_pass(self) -> Iterator[None]:
         """Every kernel of forward runs in it, and the loss."""
         # Whether a cached cast of the weights is used would depend on what ran before (docs/exact.md, rule 12).
-        autocast = self.job.precision == "bf16-autocast"
-        cast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
+        dtype = torch.float16 if self.job.precision == "fp16-autocast" else torch.bfloat16
+        cast = torch.autocast("cpu", dtype=dtype, cache_enabled=False) if self.job.autocast else nullcontext()
         self._watch = MeanWatch() if self.model_has_loss else None
         try:
             with cast, self._watch or nullcontext():

@@ -7,8 +7,9 @@ from typing import Any
 from shoal.errors import InputError, JobError
 
 EVERY = ("evaluate_every", "checkpoint_every")
-INTEGERS = ("batch", "steps", "epochs", "lanes", "microbatches", "seed", "threads", *EVERY, "patience", "tokens")
-NUMBERS = ("clip_norm", "ema")
+WHOLE = ("batch", "steps", "epochs", "lanes", "microbatches", "accumulate", "seed", "threads", "patience", "tokens")
+INTEGERS = (*WHOLE, *EVERY)
+NUMBERS = ("clip_norm", "loss_scale", "ema")
 SWITCHES = ("shuffle", "compile", "evaluate_ema")
 STRINGS = ("last", "isa", "precision", "target", "monitor", "keep_best", "name")
 SETTABLE = INTEGERS + NUMBERS + SWITCHES + STRINGS

@@ -3,6 +3,7 @@
 Squares are added in fp64 row by row (dimension 0), rows in parameter order. A shard of whole rows adds its own rows.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -25,6 +26,16 @@ def row_squares(gradient: Tensor) -> Tensor:
 def total_norm(rows: Sequence[Tensor]) -> float:
     """The norm from the row sums of every parameter, in parameter order."""
     return float(torch.cat(list(rows)).sum().sqrt()) if rows else 0.0
+
+
+def all_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether every number is finite; of an absent gradient there is none."""
+    for gradient in gradients:
+        if gradient is not None and gradient.numel():
+            low, high = torch.aminmax(gradient.detach())
+            if not (math.isfinite(float(low)) and math.isfinite(float(high))):
+                return False
+    return True
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:

@@ -382,7 +382,7 @@ class _GraphRecorder(TorchFunctionMode):
     def _check_type(self, tensor: Tensor) -> None:
         if id(tensor) in self.numbers and self.numbers[id(tensor)] >= self.inputs:
             raise JobError(
-                "the model cannot be cut under bf16-autocast: its own code asks for the dtype of what"
+                "the model cannot be cut under autocast: its own code asks for the dtype of what"
                 f" {self.names[self.numbers[id(tensor)]]} made, which is known only when it runs",
                 fix="a dtype that is written down, or that code inside of a block",
             )

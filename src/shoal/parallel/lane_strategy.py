@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.group import WorkerGroup
+from shoal.numerics.grad_norm import all_finite
 from shoal.numerics.lanes import Span, cut_batch
 from shoal.numerics.seeds import pass_seed
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, open_exchange
@@ -68,12 +69,15 @@ class LaneStrategy(ABC):
         replicas = zip(self.groups.loss_ranks, self.assignment, strict=True)
         return {lane: rank for rank, lanes in replicas for lane in range(*lanes)}
 
-    def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
+    def microbatch_indices(self, indices: Sequence[int], batch: int, microbatches: int) -> list[list[int]]:
         first, stop = self.own_lanes
-        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[first:stop]
+        lanes = cut_batch(len(indices), batch, self.lanes, microbatches)[first:stop]
         return [[indices[position] for position in positions] for lane in lanes for positions in lane]
 
     def refresh(self) -> None:
+        return
+
+    def trainable_changed(self) -> None:
         return
 
     def close(self) -> None:
@@ -86,6 +90,7 @@ class LaneStrategy(ABC):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
+        self.replica.follow_tied()
         local = self._local_step(step_input, closure)
         began = time.perf_counter()
         which, replica = step_input.backward_pass, self.replica
@@ -125,12 +130,16 @@ class LaneStrategy(ABC):
         began = time.perf_counter()
         samples = len(local.step_input.indices)
         loss, scale = stats.loss(samples)
-        sums, norm = None, None
+        checks_overflow = local.step_input.loss_scale is not None and not local.step_input.keeps_scale
+        if checks_overflow:
+            scale /= local.step_input.loss_scale or 1.0
+        sums, norm, overflowed = None, None, False
         if not stats.not_finite:
             sums = self._exchange.reduce(stats.present) if self.groups.replica is not None else []
             if self.groups.sharded:
                 sums = self._complete_shards(self._exchange, sums)
-                norm = self._grad_norm(sums, scale) if self.needs_norm else None
+                overflowed = checks_overflow and self._any_overflow(sums)
+                norm = self._grad_norm(sums, scale) if self.needs_norm and not overflowed else None
         result = StepResult(
             loss=loss,
             samples=samples,
@@ -143,8 +152,15 @@ class LaneStrategy(ABC):
             wait_seconds=wait_seconds,
             reduce_seconds=reduce_seconds + time.perf_counter() - began,
             grad_norm=norm,
+            overflowed=overflowed,
         )
-        return ReducedStep(sums=sums, scale=scale, buffer_weights=stats.buffer_weights, result=result)
+        return ReducedStep(
+            sums=sums,
+            scale=scale,
+            buffer_weights=stats.buffer_weights,
+            result=result,
+            checks_overflow=checks_overflow and not self.groups.sharded,
+        )
 
     def commit(self, reduced: ReducedStep) -> None:
         assert self._exchange is not None
@@ -161,12 +177,15 @@ class LaneStrategy(ABC):
             self.replica.buffers.drop()
         else:
             count = self.gradient_count
+            if reduced.checks_overflow and not all_finite(reduced.sums[:count]):
+                reduced.result = replace(reduced.result, overflowed=True)
+            skipped = reduced.result.overflowed
             with torch.no_grad():
                 for (name, parameter), gradient in zip(self.replica.parameters, reduced.sums[:count], strict=True):
-                    if gradient is not None and reduced.scale != 1.0:
+                    if gradient is not None and reduced.scale != 1.0 and not skipped:
                         gradient.mul_(reduced.scale)
                     if self.replica.trains(name):
-                        parameter.grad = gradient
+                        parameter.grad = None if skipped else gradient
             self.replica.buffers.commit(reduced.sums[count:], reduced.buffer_weights)
         seconds = reduced.result.reduce_seconds + reduced.commit_seconds + time.perf_counter() - began
         return replace(reduced.result, reduce_seconds=seconds)
@@ -246,6 +265,11 @@ class LaneStrategy(ABC):
             self.group.receive(value, source)
             sums.append(value if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(value))
         return sums
+
+    def _any_overflow(self, sums: GradList) -> bool:
+        """Whether any worker has a sum that is not finite: each has those of its own shard."""
+        own = not all_finite(sums[: self.gradient_count])
+        return bool(self.group.gather_rows(torch.tensor([own], dtype=torch.uint8)).any())
 
     def _grad_norm(self, sums: GradList, scale: float) -> float:
         if self._sharded_norm is None:

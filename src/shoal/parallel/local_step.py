@@ -14,6 +14,8 @@ from shoal.parallel.gradient_exchange import GradientExchange, GradList, Subtree
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.step import Closure, StepInput, encode_stats
 
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
 
 class LaneHolder(Protocol):
     """What a local step reads of its strategy."""
@@ -43,7 +45,7 @@ class LocalStep:
         self.step_input = step_input
         self.closure = closure
         count, size = len(step_input.indices), step_input.batch_size
-        self.lane_microbatches = cut_batch(count, size, holder.lanes, holder.microbatches)
+        self.lane_microbatches = cut_batch(count, size, holder.lanes, step_input.microbatches or holder.microbatches)
         self.lane_sizes = [sum(map(len, microbatches)) for microbatches in self.lane_microbatches]  # in samples
         self.data_seconds = 0.0
         self.idle_seconds = 0.0  # spent waiting for other workers between lanes
@@ -133,7 +135,11 @@ class LocalStep:
         total += value * weight if size is None else value
         count += samples if size is None else size
         self.lane_losses[lane] = (total, count, finite and math.isfinite(value))
-        return loss * weight
+        scale = self.step_input.loss_scale
+        if scale is None:
+            return loss * weight
+        # Scaled in fp32, as torch's GradScaler does: in fp16 the product itself would be too large.
+        return (loss.float() if loss.dtype in HALF_TYPES else loss) * (weight * scale)
 
     def mark_present(self, values: GradList) -> None:
         """Records which tensors have a value."""

@@ -93,6 +93,10 @@ class PipelineParallel(LaneStrategy):
 
     def regroup(self, groups: ParallelGroups, assignment: Sequence[Span]) -> None:
         super().regroup(groups, assignment)
+        self.trainable_changed()
+
+    def trainable_changed(self) -> None:
+        """Whether an activation has a gradient to come is part of what stages have told each other."""
         self.received_meta.clear()
         self.announced.clear()
 

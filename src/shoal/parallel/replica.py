@@ -48,6 +48,7 @@ class ModelReplica:
             _align(parameter)
         self._names_of_leaves = _untie(model, blocks)
         self.tied_leaves = {name: [leaf for leaf, _ in leaves] for name, leaves in self._names_of_leaves.items()}
+        self._tied_trained = {name: leaves[0].requires_grad for name, leaves in self.tied_leaves.items()}
         self.buffers = LaneBuffers(model)
         self._position: tuple[int, int, int] | None = None  # step, lane, microbatch
         self._calls: dict[int, int] = {}
@@ -127,6 +128,20 @@ class ModelReplica:
         finally:
             for leaf in frozen:
                 leaf.requires_grad_(True)
+
+    def follow_tied(self) -> None:
+        """A loop freezes or frees a tied weight by any of its names: all of its leaves follow."""
+        for name, leaves in self.tied_leaves.items():
+            trained = self._tied_trained[name]
+            if any(leaf.requires_grad != trained for leaf in leaves):
+                self._tied_trained[name] = not trained
+                for leaf in leaves:
+                    leaf.requires_grad_(not trained)
+
+    @property
+    def frozen_names(self) -> list[str]:
+        """Parameters that are not trained now."""
+        return [name for name, parameter in self.parameters if not parameter.requires_grad]
 
     def clear_gradients(self) -> None:
         for name, parameter in self.parameters:

@@ -36,8 +36,11 @@ class StepInput:
     step: int
     indices: Sequence[int]
     batch_size: int  # of a full step
+    microbatches: int | None = None  # of a lane of a full step; None: as many as the strategy has for one batch
     fetch: Callable[[Sequence[int]], Any]
     backward_pass: BackwardPass = BackwardPass()
+    loss_scale: float | None = None  # that losses are multiplied by before their backward pass
+    keeps_scale: bool = False  # the loop divides the gradients itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class StepResult:
     compute_seconds: float
     wait_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    overflowed: bool = False  # the sums of scaled gradients are not finite: the step has no gradient
     grad_norm: float | None = None  # of the whole gradient, where the workers hold different model shards
 
 
@@ -146,6 +150,7 @@ class ReducedStep:
     scale: float  # that the gradients are still multiplied by
     buffer_weights: list[float]
     result: StepResult
+    checks_overflow: bool = False  # once they are whole: sums that are not finite make no update
     commit_seconds: float = 0.0
 
 

@@ -53,8 +53,12 @@ class Strategy(Protocol):
         """Updates what the strategy derives from the weights, after they were applied or restored. All workers call
         it together."""
 
-    def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
-        """The samples of each microbatch that this worker fetches for a batch, in order."""
+    def trainable_changed(self) -> None:
+        """Parameters were frozen or freed since the last step, somewhere in the model. All workers call it together."""
+
+    def microbatch_indices(self, indices: Sequence[int], batch: int, microbatches: int) -> list[list[int]]:
+        """The samples of each microbatch that this worker fetches for a step, in order. `batch`: of a full step, whose
+        lanes have so many microbatches."""
 
     def make_evaluator(self, objective: Any) -> Evaluator:
         """A function from batches to (number of the batch, its metrics), for a job's objective."""

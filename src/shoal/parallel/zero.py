@@ -115,9 +115,9 @@ class ShardedParallel(LaneStrategy):
         """Lanes are assigned in turn, so that those of a round are neighbours in the tree."""
         return {lane: self.groups.loss_ranks[lane % self.shard_group.size] for lane in range(self.lanes)}
 
-    def microbatch_indices(self, indices: Sequence[int], batch: int) -> list[list[int]]:
+    def microbatch_indices(self, indices: Sequence[int], batch: int, microbatches: int) -> list[list[int]]:
         group = self.shard_group
-        lanes = cut_batch(len(indices), batch, self.lanes, self.microbatches)[group.rank :: group.size]
+        lanes = cut_batch(len(indices), batch, self.lanes, microbatches)[group.rank :: group.size]
         return [[indices[position] for position in positions] for lane in lanes for positions in lane]
 
     # -- weights --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from shoal.planner.cost.trace import TensorCut, TracedModel, fake_batch, fake_co
 from shoal.planner.cost.workload import Workload
 from shoal.planner.trace_script import TracedScript, run_until_backward
 from shoal.report import human
+from shoal.worker.job_optimizer import optimizer_builder
 from shoal.worker.memory import state_factor
 from shoal.worker.model_partition import as_computed, sketch_model
 
@@ -40,7 +41,7 @@ def workload_of(job: Job, source: DataSource) -> Workload:
     model = as_computed(job, made.model)
     with preserve_generators(), redirect_stdout(io.StringIO()):
         traced = _traced(job, model, find_blocks(made.model, job.blocks), microbatch_of(job, source))
-    return _workload(job, traced, model, job.optimizer)
+    return _workload(job, traced, model, optimizer_builder(job, made.model))
 
 
 def workload_of_script(path: str, arguments: Sequence[str] = ()) -> Workload:
@@ -70,6 +71,7 @@ def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callab
     count = sum(each.numel() for _, each in parameters) or 1
     weight_bytes = sum(each.nbytes for _, each in parameters) / count
     masters = job.precision == "bf16-weights"
+    accumulated = job.accumulation[0][1]  # in the first pass
     state = state_factor(optimizer, {name: each.dim() for name, each in parameters})
     return Workload(
         name=job.name,
@@ -83,8 +85,8 @@ def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callab
         buffers=float(sum(each.nbytes for each in model.buffers())),
         tokens=float(job.tokens or 1),
         lanes=job.lane_count,
-        microbatches=job.microbatches,
-        batch=job.batch_size,
+        microbatches=job.microbatches * accumulated,
+        batch=job.batch_size * accumulated,
         clips=job.clip_norm is not None,
         notes=traced.notes,
     )

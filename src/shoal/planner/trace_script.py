@@ -104,13 +104,16 @@ class _ScriptTracer:
 
     def join(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, *, scheduler: Any = None, state: Any = None,
-        lanes: int | None = None, microbatches: int = 1, seed: int = 0, blocks: Sequence[str] | None = None,
-        threads: int = 1, steps: int | None = None, checkpoint_every: int | None = None, run_dir: Any = None,
-        resume: bool = False,
+        lanes: int | None = None, microbatches: int = 1, accumulate: Any = None, seed: int = 0,
+        blocks: Sequence[str] | None = None, threads: int = 1, steps: int | None = None,
+        checkpoint_every: int | None = None, run_dir: Any = None, resume: bool = False,
     ) -> "_FakeRun":  # fmt: skip
         self.joined = True
         source = open_data(loader, seed=seed)
-        job = as_job(model, source, lanes=lanes, microbatches=microbatches, seed=seed, blocks=blocks, threads=threads)
+        job = as_job(
+            model, source, lanes=lanes, microbatches=microbatches, accumulate=accumulate, seed=seed, blocks=blocks,
+            threads=threads,
+        )  # fmt: skip
 
         def backward(closure: Callable[[Any], Any]) -> None:
             for module in model.modules():
@@ -138,7 +141,7 @@ class _FakeRun:
     def batches(self) -> Iterator[Batch]:
         yield Batch(step=0, epoch=0, indices=self._source.order(0)[: self._job.batch_size])
 
-    def backward(self, batch: Batch, closure: Callable[[Any], Any]) -> float:
+    def backward(self, batch: Batch, closure: Callable[[Any], Any], *, scaler: Any = None) -> float:
         self._backward(closure)
         return 0.0
 

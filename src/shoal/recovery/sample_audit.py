@@ -100,14 +100,14 @@ def audit_steps(
     defects += [f"step {step} is on record, but {steps} were committed" for step in sorted(by_step) if step >= steps]
     defects += _missing_steps(by_step, steps)
     once = True
-    for epoch in range(-(-steps // schedule.steps_per_epoch)):
+    for epoch in range(schedule.epochs_of(steps)):
         numbers = np.asarray(order(epoch), dtype="<i8")
-        used = numbers[: schedule.steps_per_epoch * schedule.batch]
+        used = numbers[: schedule.samples_per_epoch]
         once = once and len(np.unique(used)) == len(used)
-        defects += _wrong_steps(by_step, schedule, numbers, epoch * schedule.steps_per_epoch, steps)
+        defects += _wrong_steps(by_step, schedule, numbers, epoch, steps)
     return SampleAudit(
         steps=steps,
-        epochs=steps // schedule.steps_per_epoch,
+        epochs=schedule.position(steps)[0],
         repeated=repeated,
         each_once=once,
         defects=tuple(defects[:_SHOWN]),
@@ -130,11 +130,11 @@ def _missing_steps(by_step: dict[int, SampleRecord], steps: int) -> list[str]:
 
 
 def _wrong_steps(
-    by_step: dict[int, SampleRecord], schedule: SampleSchedule, numbers: NDArray[np.int64], first: int, steps: int
+    by_step: dict[int, SampleRecord], schedule: SampleSchedule, numbers: NDArray[np.int64], epoch: int, steps: int
 ) -> list[str]:
-    """The defects of one pass, which begins with step `first`."""
-    within = range(schedule.steps_per_epoch)
-    expected = [sample_digest(numbers[step * schedule.batch : (step + 1) * schedule.batch]) for step in within]
+    """The defects of one pass."""
+    first, within = schedule.first_step(epoch), range(schedule.steps_in(epoch))
+    expected = [sample_digest(numbers[schedule.slice_of(epoch, step)]) for step in within]
     owners = {digest: first + step for step, digest in reversed(list(enumerate(expected)))}
     found = []
     for step, digest in enumerate(expected, start=first):
@@ -146,7 +146,7 @@ def _wrong_steps(
             found.append(f"step {step} saw the samples of step {owner}")
         elif entry.indices is not None:
             place = step - first
-            own = numbers[place * schedule.batch : (place + 1) * schedule.batch].tolist()
+            own = numbers[schedule.slice_of(epoch, place)].tolist()
             lost, foreign = sorted(set(own) - set(entry.indices)), sorted(set(entry.indices) - set(own))
             what = (
                 f"missed {_shortened(lost)}, saw {_shortened(foreign)} instead"

@@ -137,6 +137,7 @@ class RunTally:
         self.logged: dict[str, float | None] = {}  # the newest value of each that callbacks logged
         self.logger_failures: list[events.LoggerFailed] = []
         self.skipped: list[events.StepSkipped] = []
+        self.loss_scale: events.LossScaleChanged | None = None  # of the last step that changed it
         self.resumed: events.RunResumed | None = None
         self.traffic: dict[int, events.TrafficReported] = {}  # rank -> its last report
         self.lane_cost: events.LaneCost | None = None
@@ -198,6 +199,8 @@ class RunTally:
                 self.resumed = event
             case events.StepSkipped():
                 self.skipped.append(event)
+            case events.LossScaleChanged():
+                self.loss_scale = event
             case events.TrafficReported():
                 self.traffic[event.rank] = event
             case events.ModelShardReported():

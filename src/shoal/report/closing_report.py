@@ -76,6 +76,7 @@ def rows(report: Report, *, details: bool = False) -> list[Row]:
             _failure,
             _weights,
             _results,
+            _loss_scale,
             _notes,
             _layout,
             _brief_speed,
@@ -84,8 +85,8 @@ def rows(report: Report, *, details: bool = False) -> list[Row]:
         )
         parts += (_brief_traffic, servers_text.servers, incident_rows, _members, _files, _more, _next)
     else:
-        parts = (_failure, _weights, _results, _notes, _layout, _speed, _step, _lanes, _model_shards, _traffic)
-        parts += (servers_text.servers,)
+        parts = (_failure, _weights, _results, _loss_scale, _notes, _layout, _speed, _step, _lanes, _model_shards)
+        parts += (_traffic, servers_text.servers)
         parts += (servers_text.staleness, servers_text.server_rows, prediction_rows) if details else ()
         parts += (incident_rows, _members, _most_gain, _files, _next)
     return [row for part in parts for row in part(report)]
@@ -112,6 +113,13 @@ def runs_table(lines: Iterable[RunLine]) -> RenderableType:
             time.strftime("%Y-%m-%d %H:%M", time.localtime(line.when)),
         )
     return table
+
+
+def _loss_scale(report: Report) -> Iterator[Row]:
+    found = report.get("loss_scale")
+    if found is not None:
+        skipped = f"{human.plural(found['skipped'], 'update')} skipped, whose scaled gradients overflowed"
+        yield "loss scale", f"{found['scale']:,.10g}; {skipped if found['skipped'] else 'no update skipped'}"
 
 
 def _model_shards(report: Report) -> Iterator[Row]:

@@ -182,6 +182,15 @@ class StepSkipped(Event, frozen=True, kw_only=True, tag="step-skipped"):
     where: list[tuple[int, int]]  # (worker, lane)
 
 
+class LossScaleChanged(Event, frozen=True, kw_only=True, tag="loss-scale-changed"):
+    """The loss scale of fp16, at the start and after a step that changed it."""
+
+    step: int
+    scale: float  # of the next step
+    skipped: int  # updates left out so far
+    overflowed: bool = False  # the step's update was left out: its scaled gradients were not finite
+
+
 class StepDigest(Event, frozen=True, kw_only=True, tag="step-digest"):
     """One sha256 per tensor after a step, for `shoal verify`."""
 
@@ -423,7 +432,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
 RunEvent = RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage
 StepEvent = (
     StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
-    | TrainingNote
+    | TrainingNote | LossScaleChanged
 )  # fmt: skip
 LogEvent = MetricsLogged | LoggerFailed
 CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged | BestCheckpointFound

@@ -324,6 +324,9 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
         case events.StepSkipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"
+        case events.LossScaleChanged(overflowed=True):
+            now = f"the loss scale is {event.scale:,.10g} now"
+            return f"step {event.step:,}: update skipped, scaled gradients overflowed; {now}" if routine else None
         case events.TrafficReported(final=False):
             return _traffic_text(event, routine=routine)
         case events.WorkerFailed():

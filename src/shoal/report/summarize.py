@@ -108,6 +108,9 @@ def _history(tally: RunTally) -> dict[str, Any]:
             for each in tally.assignments
         ],
         "skipped_steps": [{"step": each.step, "where": [list(at) for at in each.where]} for each in tally.skipped],
+        "loss_scale": None
+        if tally.loss_scale is None
+        else {"scale": tally.loss_scale.scale, "skipped": tally.loss_scale.skipped},
     }
 
 

@@ -104,7 +104,7 @@ def build_worker_model(job: Job, plan: Plan, worker: int, outline: ModelOutline 
 
     def record(inputs: Any, training: bool) -> BlockGraph:
         skeleton.train(training)
-        return record_graph(skeleton, outline.blocks, inputs, autocast=job.precision == "bf16-autocast")
+        return record_graph(skeleton, outline.blocks, inputs, autocast=job.autocast)
 
     built.record_graph = record
     return built

@@ -7,7 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 import torch
 from torch import nn
 
-from shoal.errors import ShoalError
+from shoal.errors import NonFiniteError, ShoalError
 from shoal.parallel.step import StepResult
 from shoal.worker.context import WorkerContext
 from shoal.worker.job_setup import OpenJob, set_up_job
@@ -35,9 +35,10 @@ class CollectiveWorker:
         self.entered = True
         if self.setup.callbacks:
             self._watch = StepWatch(self.run, self.setup.callbacks)
+        self.run.record_loss_scale(self.run.step)
         if self.job.compile:
             compile_blocks(self.setup.built.model, self.run.replica.blocks.names)
-        self._epochs = self.run.epochs(-(-self.opened.steps // self.run.schedule.steps_per_epoch))
+        self._epochs = self.run.epochs(self.run.schedule.epochs_of(self.opened.steps))
 
     def next_batch(self) -> Batch | None:
         while (batch := next(self._batches, None)) is None:
@@ -52,6 +53,10 @@ class CollectiveWorker:
 
     def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
         optimizer, scheduler = self.setup.optimizer, self.setup.scheduler
+        if self.setup.scaler is not None and not result.not_finite and self._overflowed(batch.step, result):
+            if self._watch is not None:
+                self._watch.note_update(None)
+            return result
         norm = None if self.job.clip_norm is None else self.run.clip(self.job.clip_norm)
         optimizer.step()
         if self.setup.average is not None and not result.not_finite:
@@ -65,8 +70,24 @@ class CollectiveWorker:
             optimizer.zero_grad()
         return result
 
+    def _overflowed(self, step: int, result: StepResult) -> bool:
+        """Whether the update is left out, and its learning rate with it: the scaled gradients were not finite."""
+        scaler = self.setup.scaler
+        assert scaler is not None
+        before = scaler.scale
+        changed = scaler.update(result.overflowed)
+        if result.overflowed and scaler.exhausted:
+            raise NonFiniteError(
+                f"step {step}: gradients are not finite, even with a loss scale of {before:g}",
+                where=f"nothing of step {step} was applied; {scaler.skipped} updates were skipped so far",
+                fix="what makes them so is not the scale: a smaller learning rate, precision='bf16' or 'fp32'",
+            )
+        if changed or result.overflowed:
+            self.run.record_loss_scale(step, overflowed=result.overflowed)
+        return result.overflowed
+
     def end_step(self, batch: Batch, result: StepResult) -> None:
-        if self.opened.evaluation_due(batch.step + 1, self.run.schedule.steps_per_epoch):
+        if self.opened.evaluation_due(batch.step + 1, self.run.schedule):
             self._evaluate(batch.step + 1)
         self.run.end_step()
 

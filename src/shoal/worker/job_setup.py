@@ -10,11 +10,14 @@ from shoal.errors import JobError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.job.loss import Objective
+from shoal.job.loss_scale import LossScaler
 from shoal.numerics import kernels
+from shoal.numerics.sampling import SampleSchedule
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.worker.build_model import build_worker_model
 from shoal.worker.context import WorkerContext
 from shoal.worker.job_callbacks import JobCallbacks
+from shoal.worker.job_optimizer import build_optimizer
 from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
 from shoal.worker.model_partition import ModelOutline
 from shoal.worker.training_state import TrainingSetup
@@ -31,10 +34,11 @@ class OpenJob:
     steps: int
     outline: ModelOutline | None = None  # of the model, where the layout shards it
 
-    def evaluation_due(self, step: int, steps_per_epoch: int) -> bool:
+    def evaluation_due(self, step: int, schedule: SampleSchedule) -> bool:
         """After so many steps."""
-        every = self.job.evaluate_every or steps_per_epoch
-        return self.held_out is not None and (step % every == 0 or step >= self.steps)
+        every = self.job.evaluate_every
+        regular = schedule.ends_epoch(step) if every is None else step % every == 0
+        return self.held_out is not None and (regular or step >= self.steps)
 
     def target_reached(self, metrics: Mapping[str, float | None]) -> bool:
         return self.job.target is not None and self.job.target.reached(metrics)
@@ -53,11 +57,12 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
     built = build_worker_model(job, plan, context.rank, None if plan.servers else opened.outline)
     if not plan.servers:
         refuse_embedding_tables(built.model)
-    optimizer = job.optimizer(built.named_parameters)
+    optimizer = build_optimizer(job, built.model, built.named_parameters)
     if plan.servers:
         check_elementwise(optimizer, f"--servers {plan.servers} cuts parameters")
     elif plan.zero or plan.tensor > 1:
         check_elementwise(optimizer, f"layout {plan.layout} cuts parameters")
+    scaler = None if job.loss_scaling is None else LossScaler(job.loss_scaling)
     schedule = job.schedule(opened.source.samples, opened.source.last)
     setup = TrainingSetup(
         built=built,
@@ -68,7 +73,10 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
         microbatches=job.microbatches,
         seed=job.seed,
         arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
+        state={} if scaler is None else {"loss_scale": scaler},
         objective=Objective(job, built.model),
+        scaler=scaler,
+        freeze=job.freeze,
         clips=job.clip_norm is not None,
         broadcast=isinstance(job.model, nn.Module),
         steps=opened.steps,

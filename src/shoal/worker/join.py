@@ -39,6 +39,7 @@ def join(
     state: Mapping[str, Any] | None = None,
     lanes: int | None = None,
     microbatches: int = 1,
+    accumulate: int | Mapping[int, int] | None = None,
     seed: int = 0,
     blocks: Sequence[str] | None = None,
     threads: int = 1,
@@ -53,6 +54,7 @@ def join(
                pass names its optimizer: run.backward(batch, closure, optimizer=d_opt)
     loader     read for its data set, order, collate function and batch size, which is the global one
     state      more to save and restore: objects with state_dict, tensors, or dicts and lists of plain values
+    accumulate batches of the loader that are one update: 4, or {0: 1, 2: 4} by pass
     run_dir, resume   only when started alone; `shoal run` has flags for both
     """
     global _joined
@@ -65,6 +67,7 @@ def join(
         source,
         lanes=lanes,
         microbatches=microbatches,
+        accumulate=accumulate,
         seed=seed,
         blocks=blocks,
         threads=threads,

@@ -31,6 +31,7 @@ from shoal.parallel.tensor.rules import TensorRules
 from shoal.recovery.checkpoint.export import check_weights
 from shoal.recovery.checkpoint.state import shapes_of
 from shoal.report import human
+from shoal.worker.job_optimizer import build_optimizer, optimizer_builder
 from shoal.worker.memory import MemoryEstimate, estimate_memory, state_factor
 
 
@@ -65,7 +66,7 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
         model = as_computed(job, made.model)
         if plan.pipeline > 1:
             check_schedule(job, plan)
-            row = record_graph(model, blocks, example, autocast=job.precision == "bf16-autocast")
+            row = record_graph(model, blocks, example, autocast=job.autocast)
             stages = cut_model(model, blocks, row, plan)
             if job.evaluate is not None:
                 _check_evaluation(job, model, blocks, example, stages)
@@ -78,9 +79,10 @@ def make_outline(job: Job, source: DataSource, plan: Plan) -> ModelOutline:
 def check_schedule(job: Job, plan: Plan) -> None:
     """What goes through a pipeline is the microbatches of a replica's lanes."""
     lanes = job.lane_count // len(plan.assignment)
-    microbatches = lanes * job.microbatches
     try:
-        make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
+        for _, batches in job.accumulation:
+            microbatches = lanes * job.microbatches * batches
+            make_schedule(plan.schedule, ranks=plan.pipeline, microbatches=microbatches, chunks=plan.chunks)
     except PlanError as error:
         whose = f"{lanes} of {job.lane_count} lanes" if len(plan.assignment) > 1 else f"{lanes} lanes"
         has = f"a replica has {whose} with {job.microbatches} microbatch{'es' if job.microbatches > 1 else ''} each"
@@ -102,7 +104,7 @@ def _check_evaluation(job: Job, model: nn.Module, blocks: BlockList, example: An
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        row = record_graph(model, blocks, example, autocast=job.precision == "bf16-autocast")
+        row = record_graph(model, blocks, example, autocast=job.autocast)
     finally:
         for module, training in modes:
             module.training = training
@@ -123,7 +125,7 @@ def check_optimizer(job: Job, outline: ModelOutline, plan: Plan) -> None:
             (name, nn.Parameter(torch.zeros((2,) * each.ndim), requires_grad=each.requires_grad))
             for name, each in outline.sketch.model.named_parameters()
         ]
-        check_elementwise(job.optimizer(tiny), f"layout {plan.layout} cuts parameters")
+        check_elementwise(build_optimizer(job, outline.sketch.model, tiny), f"layout {plan.layout} cuts parameters")
 
 
 def sketch_model(job: Job) -> MetaModel:
@@ -160,7 +162,7 @@ def memory_of(job: Job, outline: ModelOutline, plan: Plan, model_shard: int) -> 
     updates = {name: rows.compose(share.slices.get(name, FULL_SLICE)) for name, rows in share.optimizer_slices.items()}
     updated = size(own, updates or share.slices)
     start, stop = plan.assignment[0]
-    state = state_factor(job.optimizer, {name: len(outline.shapes[name]) for name in order})
+    state = state_factor(optimizer_builder(job, model), {name: len(outline.shapes[name]) for name in order})
     return estimate_memory(
         weights // 2 if masters else weights,
         state=state + (1.0 if masters else 0.0),

@@ -12,11 +12,12 @@ one commits the step; each is reduced and committed for itself, and the step cou
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from msgspec import structs
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from shoal.collectives.stats import CommStats
@@ -91,7 +92,7 @@ class Run(RunState):
 
     def end_epoch(self) -> None:
         """The loop is through with a pass, and with what it does after the last batch."""
-        if self.step >= (self.epoch + 1) * self.schedule.steps_per_epoch:
+        if self.step >= self.schedule.first_step(self.epoch + 1):
             self.finished_epochs = self.epoch + 1
 
     def batches(self) -> Iterator[Batch]:
@@ -105,22 +106,28 @@ class Run(RunState):
         """Ends the step under way, if there is one, and returns the next batch; None: the pass or the run is over."""
         if self._batch is not None:
             self.end_step()
-        per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
-        within = self.step - self.epoch * per_epoch
-        if within >= per_epoch or self.stopped is not None or self.at_limit:
+        within = self.step - self.schedule.first_step(self.epoch)
+        if within >= self.schedule.steps_in(self.epoch) or self.stopped is not None or self.at_limit:
             return None
-        indices = self.order[within * size : (within + 1) * size]
+        indices = self.order[self.schedule.slice_of(self.epoch, within)]
         self._batch = Batch(step=self.step, epoch=self.epoch, indices=indices)
         return self._batch
 
     def backward(
-        self, batch: Batch, closure: Closure, *, optimizer: Optimizer | str | None = None, same_noise: bool = False
+        self,
+        batch: Batch,
+        closure: Closure,
+        *,
+        optimizer: Optimizer | str | None = None,
+        same_noise: bool = False,
+        scaler: GradScaler | None = None,
     ) -> float:
         """Computes the gradient of one global batch into `.grad` on every worker, and returns its loss.
 
         The closure gets microbatches and must be repeatable: it may be called any number of times. `optimizer`: one of
         those given to `shoal.join`, or its name: only its parameters get a gradient, and a batch may have any number
-        of such passes. A further pass draws other random numbers than the first, with `same_noise` the same.
+        of such passes. A further pass draws other random numbers than the first, with `same_noise` the same. `scaler`:
+        the loop's torch.amp.GradScaler, for `scaler.step` to follow: it scales `.grad`, and not the loss returned.
         """
         which = self._next_pass(optimizer, same_noise)
         if which.number:
@@ -131,7 +138,11 @@ class Run(RunState):
             self.losses = {}
             self.timer.begin()
         closure = self.notes.watch(closure, self.built.model)
-        generation, result = self._step(self.step_input(batch, which), closure)
+        step_input = self.step_input(batch, which)
+        if scaler is not None and scaler.is_enabled():
+            scaler.scale(torch.zeros(()))  # makes the scale, which a worker without samples would not do
+            step_input = replace(step_input, loss_scale=scaler.get_scale(), keeps_scale=True)
+        generation, result = self._step(step_input, closure)
         self.check_finite(batch.step, result, which)
         self._committed = CommittedStep(batch, result, generation, which)
         self.commit_generation = generation

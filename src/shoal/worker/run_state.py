@@ -28,6 +28,7 @@ class RunState(TrainingState):
         self.membership, self.layout = membership, plan.layout
         self.strategy = choose_strategy(plan, self.built, self.step_setup(), setup.objective)
         self.update.get_group = lambda: self.groups.shard_group
+        self.initially_frozen = self.replica.frozen_names
         self.finished = False
         self.finished_epochs = 0  # passes that are over, with what the loop does after their last batch
         self.evaluations: tuple[int, Any] = (0, None)  # how many there were, and the metrics of the last one
@@ -115,18 +116,36 @@ class RunState(TrainingState):
             "evaluations": self.evaluations[0],
             **({"inexact": self.inexact} if self.inexact else {}),
             **({"callbacks": self.setup.callbacks.state()} if self.setup.callbacks else {}),
+            **self._frozen_by_loop(),
         }
+
+    def _frozen_by_loop(self) -> dict[str, Any]:
+        """What a loop has frozen or freed on the way. A process that comes later may be past the place that does it."""
+        now = self.replica.frozen_names
+        if self.frozen is not None or self.layout.sharded or now == self.initially_frozen:
+            return {}
+        return {"frozen": {"first": self.initially_frozen, "now": now}}
+
+    def _restore_frozen(self, stored: Mapping[str, list[str]]) -> None:
+        """Unless the script begins with other frozen parameters than it did: then it was changed, and decides."""
+        if stored["first"] == self.initially_frozen:
+            for name, parameter in self.replica.parameters:
+                if (name in stored["now"]) != (name in stored["first"]):
+                    parameter.requires_grad_(name not in stored["now"])
+            self.replica.follow_tied()
 
     def restore_progress(self, snapshot: Snapshot) -> None:
         values = snapshot.values["progress"]
         self.step = snapshot.step
-        self.epoch = self.step // self.schedule.steps_per_epoch
+        self.epoch = self.schedule.position(self.step)[0]
         self.finished_epochs = values.get("passes", self.epoch)
         if self.step:
             for each in (self.optimizer, *self.setup.optimizers.values()):
                 each._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
+        if "frozen" in values:
+            self._restore_frozen(values["frozen"])
         self.evaluations = (values.get("evaluations", 0), self.metrics)
         if self.setup.callbacks is not None:
             self.setup.callbacks.load_state(values.get("callbacks", {}))
@@ -139,9 +158,9 @@ class RunState(TrainingState):
             return
         if not len(self.order):
             return
-        per_epoch, size = self.schedule.steps_per_epoch, self.schedule.batch
-        steps = range(step - per_epoch * self.epoch, per_epoch)
-        batches = [self.order[within * size : (within + 1) * size] for within in steps]
+        schedule, epoch = self.schedule, self.epoch
+        steps = range(step - schedule.first_step(epoch), schedule.steps_in(epoch))
+        batches = [self.order[schedule.slice_of(epoch, within)] for within in steps]
         limit = None if self.step_limit is None else self.step_limit - step
-        microbatches = [each for batch in batches[:limit] for each in self.strategy.microbatch_indices(batch, size)]
+        microbatches = [each for batch in batches[:limit] for each in self.microbatch_indices(epoch, batch)]
         self.source.prefetcher.announce([(tuple(indices), self.epoch) for indices in microbatches])

@@ -16,6 +16,7 @@ from shoal.collectives.group import SoloGroup
 from shoal.errors import JobError, NonFiniteError
 from shoal.job.dataset import DataSource
 from shoal.job.loss import Objective
+from shoal.job.loss_scale import LossScaler
 from shoal.numerics import kernels
 from shoal.numerics.digest import model_digest
 from shoal.numerics.sampling import SampleSchedule
@@ -33,6 +34,7 @@ from shoal.worker.build_model import WorkerModel
 from shoal.worker.checkpointer import Checkpointer
 from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, Measure, evaluate
+from shoal.worker.frozen_parameters import FrozenParameters
 from shoal.worker.job_callbacks import JobCallbacks
 from shoal.worker.requests import STOP
 from shoal.worker.step_timer import StepTimer
@@ -76,6 +78,8 @@ class TrainingSetup:
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)  # all of them, where the script names them
     state: Mapping[str, Any] = field(default_factory=dict)  # more to save and restore
     objective: Objective | None = None  # a job's; a script brings closures
+    scaler: LossScaler | None = None  # of a job; a script that has one passes it to `backward`
+    freeze: Mapping[str, int | None] | None = None  # a job's; a script freezes parameters itself
     clips: bool = False  # the loop needs the gradient's norm
     broadcast: bool = False  # weights may differ by worker at the start: all begin with rank 0's
     steps: int | None = None
@@ -102,6 +106,7 @@ class TrainingState(ABC):
             slices=self.built.tensor_slices,
             shapes=self.built.shapes,
         )
+        self.frozen = None if setup.freeze is None else FrozenParameters(setup.freeze, self.replica)
         self.step = 0  # steps applied so far
         self.loss: float | None = None
         self.losses: dict[str, float | None] = {}  # of the last step, by optimizer, where the loop names them
@@ -122,7 +127,7 @@ class TrainingState(ABC):
     @property
     def epoch(self) -> int:
         """The pass over the data that the last step belongs to."""
-        return max(0, self.step - 1) // self.schedule.steps_per_epoch
+        return self.schedule.position(max(0, self.step - 1))[0]
 
     @property
     def at_limit(self) -> bool:
@@ -155,7 +160,7 @@ class TrainingState(ABC):
             survives_loss=survives_loss,
             every=self.config.checkpoint.every or self.setup.checkpoint_every,
             auto=self.config.checkpoint.auto,
-            steps_per_epoch=self.schedule.steps_per_epoch,
+            ends_epoch=self.schedule.ends_epoch,
         )
         made = Checkpointer(self.context.folder, live, self.emit, policy, check_peers=check_peers)
         made.exports_average, made.exports_best_average = self.setup.average is not None, self.setup.evaluates_average
@@ -173,13 +178,24 @@ class TrainingState(ABC):
         )
 
     def step_input(self, batch: Batch, which: BackwardPass = FIRST_PASS) -> StepInput:
+        """A step, about to be computed: the parameters that the job freezes for it are frozen now."""
+        if self.frozen is not None and self.frozen.apply(batch.step):
+            self.strategy.trainable_changed()
         return StepInput(
             step=batch.step,
             indices=batch.indices,
-            batch_size=self.schedule.batch,
+            batch_size=self.schedule.update_size(batch.epoch),
+            microbatches=self.setup.microbatches * self.schedule.batches_in_update(batch.epoch),
             fetch=lambda indices: self.source.fetch(indices, batch.epoch),
             backward_pass=which,
+            loss_scale=None if self.setup.scaler is None else self.setup.scaler.scale,
         )
+
+    def microbatch_indices(self, epoch: int, indices: Sequence[int]) -> list[list[int]]:
+        """The samples of each microbatch that this worker fetches for a step, in order."""
+        schedule, microbatches = self.schedule, self.setup.microbatches
+        size, factor = schedule.update_size(epoch), schedule.batches_in_update(epoch)
+        return self.strategy.microbatch_indices(indices, size, microbatches * factor)
 
     def evaluate_lanes(self, source: DataSource, measure: Measure, workers: EvaluationGroup) -> Any:
         average = self.setup.average
@@ -236,6 +252,13 @@ class TrainingState(ABC):
         if self.leader:
             self.emit(events.StepSkipped(step=step, where=result.not_finite))
         return False
+
+    def record_loss_scale(self, step: int, *, overflowed: bool = False) -> None:
+        scaler = self.setup.scaler
+        if scaler is not None and self.leader:
+            self.emit(
+                events.LossScaleChanged(step=step, scale=scaler.scale, skipped=scaler.skipped, overflowed=overflowed)
+            )
 
     def record_step(self, batch: Batch, result: StepResult, members: Sequence[int]) -> None:
         """The step is applied, and counted in `step`. `members`: the worker numbers, by rank."""

@@ -20,7 +20,7 @@ previous one is replaced. Without recovery from live members (`survives_loss=Fal
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 DAY = 24 * 3600.0
@@ -120,12 +120,12 @@ class CheckpointPolicy:
         survives_loss: bool = True,
         every: int | None = None,
         auto: bool = False,
-        steps_per_epoch: int = 1,
+        ends_epoch: Callable[[int], bool] = lambda step: True,
     ) -> None:
-        """`every`: steps between checkpoints; None: one per pass. `auto`: at the interval that costs the least time.
-        `survives_loss`: other workers have the state of a lost worker."""
+        """`every`: steps between checkpoints; None: one per pass (`ends_epoch`). `auto`: at the interval that costs the
+        least time. `survives_loss`: other workers have the state of a lost worker."""
         self.workers, self.survives_loss = workers, survives_loss
-        self.every, self.auto, self.steps_per_epoch = every, auto, steps_per_epoch
+        self.every, self.auto, self.ends_epoch = every, auto, ends_epoch
         self.advice: IntervalAdvice | None = None  # None until a step and a save have been measured
         self._losses = FailureRate(now)
         self._failures = FailureRate(now)
@@ -193,7 +193,7 @@ class CheckpointPolicy:
             return self._auto_due(step, now) and not busy
         if self.every is not None:
             return step % self.every == 0
-        return step % self.steps_per_epoch == 0 and self.interval_passed(now)
+        return self.ends_epoch(step) and self.interval_passed(now)
 
     def interval_passed(self, now: float) -> bool:
         """Whether a checkpoint may be written now: when the user set no interval, not within seconds of the last."""

@@ -148,8 +148,7 @@ class ServerWorker(TrainingState):
         epoch, within = self.schedule.position(step)
         if self._order[0] != epoch:
             self._order = (epoch, self.source.order(epoch))
-        size = self.schedule.batch
-        return Batch(step=step, epoch=epoch, indices=self._order[1][within * size : (within + 1) * size])
+        return Batch(step=step, epoch=epoch, indices=self._order[1][self.schedule.slice_of(epoch, within)])
 
     @property
     def prefetches(self) -> bool:
@@ -161,7 +160,7 @@ class ServerWorker(TrainingState):
         if step >= self.steps or not self.prefetches:
             return
         batch = self.batch_at(step)
-        microbatches = self.strategy.microbatch_indices(batch.indices, self.schedule.batch)
+        microbatches = self.microbatch_indices(batch.epoch, batch.indices)
         own = [index for microbatch in microbatches for index in microbatch]
         if own:
             samples = self.source.fetch(own, batch.epoch)
@@ -201,7 +200,7 @@ class ServerWorker(TrainingState):
         rows = self._save_rows(step)
         self.fetch_state()
         progress: dict[str, Any] = {"loss": self.loss, "metrics": self.metrics}
-        progress |= {"passes": step // self.schedule.steps_per_epoch}
+        progress |= {"passes": self.schedule.position(step)[0]}
         progress |= {"done_above": list(done_above)} if done_above else {}
         progress |= {"rows": rows} if rows else {}
         progress |= {"inexact": self.inexact} if self.inexact else {}

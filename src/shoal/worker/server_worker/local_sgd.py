@@ -148,7 +148,7 @@ class LocalSgdWorker(SyncServerWorker):
     def evaluation_due(self) -> bool:
         """At a round's end: an evaluation was due within it."""
         steps = range(self.round_start + 1, self.step + 1)
-        return any(self.opened.evaluation_due(step, self.schedule.steps_per_epoch) for step in steps)
+        return any(self.opened.evaluation_due(step, self.schedule) for step in steps)
 
     def local_update(self, local: SparseLocalStep, alone: AgreedStep) -> list[SparseGradient | None]:
         """Steps the optimizer here with the mean gradient of this worker's own lanes. Returns the gradients of tables:

@@ -241,7 +241,7 @@ class SyncServerWorker(ServerWorker):
         return requests
 
     def evaluation_due(self) -> bool:
-        return self.opened.evaluation_due(self.step, self.schedule.steps_per_epoch)
+        return self.opened.evaluation_due(self.step, self.schedule)
 
     def after_step(self, requested: Sequence[int]) -> None:
         if any(request & (SNAPSHOT | SAVE) for request in requested):
