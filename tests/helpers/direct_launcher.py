@@ -19,7 +19,8 @@ from shoal.driver.launchers.base import (
 from shoal.driver.launchers.channels import ProcessChannels
 from shoal.driver.launchers.fork_server import die_with_parent, redirect_output
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.worker.start import StopNotice, WorkerStartup
+from shoal.worker.start import WorkerStartup
+from shoal.worker.stop_notice import StopNotice
 
 
 class DirectLauncher:

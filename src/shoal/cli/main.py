@@ -1,6 +1,7 @@
 """The command `shoal`: a parser made of the commands, dispatch, and errors as one plain line.
 
-Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 stopped but resumable.
+Exit codes: 0 good, 1 the run failed or verify differs, 2 the user's input, 3 stopped but resumable, 130 and 143 a
+script that never joined was stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from importlib import import_module
 
 import shoal
 from shoal.cli.parser import CommandParser, command, print_json
-from shoal.errors import InputError, ShoalError
+from shoal.errors import InputError, ShoalError, Stopped
 from shoal.numerics.import_hooks import when_imported
 
 TEXT = "Distributed PyTorch training with the same bits on any number of workers."
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         if "--json" in words and (report := getattr(error, "report", None)) is not None:
             print_json(report)
-        print(f"{'stopped' if error.exit_code == 3 else 'error'}: {error}", file=sys.stderr)
+        print(f"{'stopped' if isinstance(error, Stopped) else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped: interrupted before the run began", file=sys.stderr)

@@ -30,7 +30,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise self.unknown(unknown[0], found, list(args or ()))
+            refuse = getattr(found, "refuse_unknown", None) or self.unknown
+            raise refuse(unknown[0], found, list(args or ()))
         return found
 
     def unknown(self, name: str, found: argparse.Namespace, words: list[str]) -> InputError:

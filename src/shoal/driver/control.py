@@ -16,6 +16,7 @@ from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.launchers.local import LocalLauncher
+from shoal.driver.script_control import never_joined, refuse_attaching_script, script_activities, stop_script
 from shoal.driver.store_monitor import StoreMonitor, living_driver, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
@@ -37,6 +38,7 @@ TICK_SECONDS = 0.1
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
     _refuse_servers(folder, "its driver cannot be replaced")
+    refuse_attaching_script(folder)
     state = read_driver_state(folder)
     config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
     with folder:
@@ -65,6 +67,9 @@ def stop(folder: RunFolder) -> int:
     """Asks the workers to finish their step, save and stop. Returns the last step that is known to be committed."""
     if (driver := server_driver_pid(folder)) is not None:
         return _stop_server_run(folder, driver)
+    if never_joined(folder):
+        stop_script(folder)
+        return 0
     with _store(folder) as store:
         state = _running(folder, store)
         store.put("request", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
@@ -96,14 +101,18 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
     """What every worker of a run is doing. Of a worker that does not answer: what its process shows."""
     if server_driver_pid(folder) is not None:
         newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
-        return [_activity_of(event, "works with parameter servers") for event in newest.values()]
+        plain = script_activities(folder)
+        return plain or [_activity_of(event, "works with parameter servers") for event in newest.values()]
+    if never_joined(folder) and (plain := script_activities(folder)):
+        return plain
     try:
         with _store(folder) as store:
             state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
             members, alive = {who.worker for who in state.view.members}, sorted(state.alive.items())
-            return [answers.get(store_key(who)) or _seen_from_outside(at, who.worker in members) for who, at in alive]
+            found = [answers.get(store_key(who)) or _seen_from_outside(at, who.worker in members) for who, at in alive]
+            return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
 

@@ -17,6 +17,7 @@ from shoal.driver.launch_spec import DRIVER_STATE, SITTING_FILES, DriverState, L
 from shoal.driver.launchers.base import LOOPBACK, ProcessExit, ProcessLine, ProcessProgram, ProcessReconnected
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
+from shoal.driver.script_watch import ScriptWatch, stopping_text
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
 from shoal.parallel.plan import Plan
@@ -43,6 +44,7 @@ class RunDriver:
         tally = None if previous is None else previous.recorder.tally
         self.recorder: RunRecorder = RunRecorder(launch, folder, config, tally)
         self.supervisor = self.supervisor_type(self.recorder, self.processes, self.interrupts, failures)
+        self.scripts = ScriptWatch(self.recorder, self.processes, self.supervisor)
         self._stop_reported = False
 
     @property
@@ -64,7 +66,13 @@ class RunDriver:
             roster.active, roster.incarnations = set(first), {who.worker: who.incarnation for who in first}
             self.supervisor.store_monitor = monitor
         launch, main = self.launch, self.worker_program().main
-        program = ProcessProgram(main=main, folder=self.folder.path, threads=launch.threads, detached=failure.detached)
+        program = ProcessProgram(
+            main=main,
+            folder=self.folder.path,
+            threads=launch.threads,
+            detached=failure.detached,
+            until_joined=launch.started.command == "run",
+        )
         launch.launcher.open(program)
         if failure.elastic:
             threads, target, resumed = launch.threads, launch.target, launch.resumed
@@ -133,7 +141,7 @@ class RunDriver:
         recorder, supervisor = self.recorder, self.supervisor
         try:
             # After the launcher is open: the store has a thread, and a server that forks must have none.
-            with self.processes.rendezvous(), self.interrupts.handled(supervisor.ask_to_stop):
+            with self.processes.rendezvous(), self.interrupts.handled(self._ask_to_stop):
                 begin()
                 self.watch()
         finally:
@@ -142,12 +150,14 @@ class RunDriver:
             self._emit_prints()
             interrupted = self.interrupts.count > 0
             ended = outcome.outcome(recorder.tally, size=self.launch.size, interrupted=interrupted)
-            self._close_store(for_good=ended == "done")
+            self._close_store(for_good=ended == "done" or self.scripts.never_joined)
             supervisor.next_plan = supervisor.next_plan if ended == "failed" else None
             value = recorder.report(ended) if supervisor.next_plan is None else {}
             recorder.close()
         if supervisor.next_plan is not None:  # the run has no end yet to report
             return value
+        if ended == "stopped" and self.scripts.never_joined:
+            raise outcome.script_stopped(self.interrupts.number, value)
         error = outcome.final_error(recorder.tally, ended, value)
         if error is not None:
             raise error
@@ -166,10 +176,12 @@ class RunDriver:
                     self._receive_undelivered()
             self._emit_prints()
             supervisor.tick()
+            self.scripts.tick()
             recorder.record_prediction()
             recorder.progress.tick(recorder.tally)
             self._report_stopping()
-            if supervisor.failed_at is not None and time.monotonic() - supervisor.failed_at > GRACE_SECONDS:
+            failed_at = None if self.scripts.stopping else supervisor.failed_at
+            if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
                 return  # the launcher ends the rest when it is closed
 
     def _receive(self, event: AnyEvent) -> None:
@@ -184,13 +196,20 @@ class RunDriver:
         for worker, text in self.processes.printed():
             self.recorder.emit(WorkerPrinted(rank=worker, text=text))
 
+    def _ask_to_stop(self) -> None:
+        self.supervisor.ask_to_stop()
+        self.scripts.stop(self.interrupts.number)
+
     def _report_stopping(self) -> None:
         if self.interrupts.count and not self._stop_reported:
             self._stop_reported = True
             if self.supervisor.store_monitor is not None:  # reaches workers that are not connected yet, too
                 self.supervisor.store_monitor.request(stop=True)
             if not self.config.output.quiet:
-                print("stopping: the step at work is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
+                text = "stopping: the step at work is finished and saved; Ctrl-C again ends at once"
+                if self.scripts.never_joined:
+                    text = stopping_text(self.interrupts.number, self.launch.size)
+                print(text, file=sys.stderr)
 
     def _close_store(self, for_good: bool) -> None:
         if self.supervisor.store_monitor is not None:

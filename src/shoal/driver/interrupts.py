@@ -7,10 +7,12 @@ from typing import Any
 
 
 class Interrupts:
-    """The first interrupt asks the run to finish its step, save and stop. The second ends it at once."""
+    """The first interrupt asks the run to finish its step, save and stop; a script that has not joined gets the signal.
+    The second ends all at once."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.number = int(signal.SIGINT)  # of the first one
 
     @contextmanager
     def handled(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -20,6 +22,7 @@ class Interrupts:
             self.count += 1
             if self.count > 1:
                 raise KeyboardInterrupt
+            self.number = number
             stop()
 
         try:

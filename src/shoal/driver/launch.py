@@ -22,7 +22,7 @@ from shoal.report.events import RunStarted
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
 from shoal.report.tensorboard import TensorBoard
-from shoal.worker.context import WorkerContext
+from shoal.worker.context import WorkerContext, note_training
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.main import run_script, train_job
 from shoal.worker.model_partition import check_initial_weights
@@ -36,6 +36,7 @@ def train(job: Job, config: RunConfig | None = None, **given: Any) -> Report:
 
     `given` changes the configuration: groups (`failure=shoal.Failure(lease=2.0)`), or single fields by the names that
     their flags have in `shoal train --help-all` (`workers=4, layout="pipeline=2", checkpoint="auto"`)."""
+    note_training()
     return train_with(job, (config or RunConfig()).changed(**given))
 
 

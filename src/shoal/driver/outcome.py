@@ -1,6 +1,7 @@
 """How a run ended: done, stopped or failed; the first cause of a failure; and the error to raise. Pure."""
 
 import shlex
+import signal
 from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
@@ -137,6 +138,19 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         fix = f"go on with --resume {shlex.quote(report['folder'])}; {fix}"
     found = RunFailed(message, where=where, fix=fix, report=report)
     found.exit_code = failure.exit_code
+    return found
+
+
+def script_stopped(number: int, report: dict[str, Any]) -> RunInterrupted:
+    """The end of a script that never joined, by a signal to its driver. The exit code is a shell's for that signal: 3
+    would promise that the run can be resumed."""
+    name = signal.Signals(number).name
+    found = RunInterrupted(
+        f"{name}: the script's workers were ended",
+        where="the script never joined (shoal.join), so Shoal saved nothing and there is nothing to resume",
+        report=report,
+    )
+    found.exit_code = 128 + number
     return found
 
 

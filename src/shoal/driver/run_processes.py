@@ -28,7 +28,11 @@ class RunProcesses:
         self.pids: dict[WorkerId, int] = {}  # also of processes that have ended
         self.can_start = True
         self.variables: dict[str, str] = {}  # further ones, for the environment of every process
+        # A script's only worker opens its own store, as under plain `python`: so do processes that it starts itself.
+        self._hosts_store = launch.size > 1 or launch.started.command != "run"
         self._rendezvous_port = 0
+        self._rendezvous_store: TCPStore | None = None
+        self._rendezvous_keys = 0  # at the beginning
         self._log_tails: dict[int, LogTail] = {}
 
     @contextmanager
@@ -43,11 +47,20 @@ class RunProcesses:
                 services.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
 
-        store = services.call(open_store)
+        if not self._hosts_store:
+            self._rendezvous_port = services.call(lambda: _free_port(services.address))
+            yield
+            return
+        self._rendezvous_store = services.call(open_store)
+        self._rendezvous_keys = self._rendezvous_store.num_keys()
         try:
             yield
         finally:
-            del store
+            self._rendezvous_store = None
+
+    def rendezvous_used(self) -> bool:
+        """Whether workers have begun to find each other there."""
+        return self._rendezvous_store is not None and self._rendezvous_store.num_keys() > self._rendezvous_keys
 
     def start_worker(self, worker: WorkerId) -> None:
         log = self.folder.log(worker.worker)
@@ -86,7 +99,7 @@ class RunProcesses:
         address, threads = self.launcher.services().address, self.launch.threads
         return {
             **base.torchrun_environment(self.hosts, rank, address, self._rendezvous_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._hosts_store),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.folder.id,
@@ -100,3 +113,9 @@ class RunProcesses:
         if not self.config.parallel.pin or self.launch.size * threads > len(cores):
             return ()
         return cores[rank * threads : (rank + 1) * threads]
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -9,6 +9,7 @@ from shoal.report.commits import CommitLog
 from shoal.report.events import StepsCommitted, TimeSpent
 from shoal.report.incidents import Incident, IncidentLog
 from shoal.report.participation import TAKES_PART, MembershipHistory, participation_span
+from shoal.report.scripts import ScriptTally
 from shoal.report.servers import ServerTally
 from shoal.report.updates import UpdateLog, is_queue_mode
 
@@ -148,6 +149,7 @@ class RunTally:
         self.finished: dict[int, events.WorkerFinished] = {}
         self.outcome: str | None = None  # from the driver, at the end
         self.last_time: float | None = None
+        self.scripts = ScriptTally()
 
     def add(self, event: events.AnyEvent) -> None:
         if isinstance(event, events.RunStarted) and self.started is not None:
@@ -159,6 +161,7 @@ class RunTally:
         self.incident_log.add(event)
         self.commits.add(event)
         self.servers.add(event)
+        self.scripts.add(event)
         match event:
             case events.RunStarted():
                 if self.started is None and is_queue_mode(event.sync_mode):

@@ -52,6 +52,38 @@ class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
     elastic: bool = False  # it survives the loss of others
 
 
+class ScriptStarted(Event, frozen=True, kw_only=True, tag="script-started"):
+    """From a worker that begins to execute a script. Until it joins, the run knows of it what its process shows."""
+
+    rank: int
+    pid: int
+    host: str
+    began: str  # when the process began, which tells it from a later one with the same id
+    incarnation: int = 0
+    stack_file: int = -1  # the descriptor of a file in memory: its stack is there after STACK_SIGNAL
+
+
+class ScriptAdvised(Event, frozen=True, kw_only=True, tag="script-advised"):
+    """A script does what its user can hardly have meant, in one sentence with what to do. `rank` None: all workers."""
+
+    rank: int | None
+    text: str
+
+
+class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process uses of its machine."""
+
+    rank: int
+    cpu: float  # cores, on average since the last look
+    memory_bytes: int  # resident
+
+
+class ProcessesObserved(Event, frozen=True, kw_only=True, tag="processes-observed"):
+    """From the driver, now and then: workers that execute a script and have not joined."""
+
+    workers: list[ProcessUse]
+
+
 class TimeSpent(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one worker's steps, by cause."""
 
@@ -439,9 +471,10 @@ CheckpointEvent = CheckpointSaved | SaveFailed | CheckpointIntervalChanged | Bes
 WorkerEvent = (
     WorkerAdded | WorkerStarted | WorkerPrinted | WorkerFailed | WorkerLeft | WorkerLost | WorkerFinished | WorkerExited
 )
+ScriptEvent = ScriptStarted | ScriptAdvised | ProcessesObserved
 MemberEvent = WorkerAdded | MembershipChanged | StateTransferred | ModelShardReported
 ServerEvent = ServerStarted | ServerLost | ServerOutage | PushesLost | ServersRolledBack | ServerReported
-AnyEvent = RunEvent | StepEvent | LogEvent | CheckpointEvent | WorkerEvent | MemberEvent | ServerEvent
+AnyEvent = RunEvent | StepEvent | LogEvent | CheckpointEvent | WorkerEvent | ScriptEvent | MemberEvent | ServerEvent
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from shoal.report import events, human
+from shoal.report import events, human, scripts
 from shoal.report.aggregate import RunTally, WorkerTally
 from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.servers import summarize_histogram
@@ -31,6 +31,8 @@ _SPLIT = (
 
 def live_lines(tally: RunTally, *, now: float, width: int, height: int, color: bool = True) -> list[Text]:
     """The live area, top to bottom, no taller than the terminal."""
+    if tally.scripts.plain:
+        return _script_lines(tally, now=now, height=height)
     lines = [
         Text(header(tally), style="bold"),
         _progress_line(tally, now=now, width=width, color=color),
@@ -50,6 +52,16 @@ def live_lines(tally: RunTally, *, now: float, width: int, height: int, color: b
     for line in lines:
         line.no_wrap = True
         line.overflow = "ellipsis"
+    return lines
+
+
+def _script_lines(tally: RunTally, *, now: float, height: int) -> list[Text]:
+    """Of a script that has not joined: what its processes show."""
+    state = scripts.state_text(tally.scripts, tally.num_workers, now=now)
+    rows = [Text(f" {line}") for line in scripts.table(tally.scripts, now=now, rows=max(1, height - 6))]
+    lines = [Text(header(tally), style="bold"), Text(state), Text(), *rows]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
     return lines
 
 
@@ -92,6 +104,8 @@ def loss_line(tally: RunTally, *, sparks: bool = False) -> str:
 def progress_text(tally: RunTally, *, now: float) -> str:
     """A plain line: step, share, loss, speed, time."""
     started = tally.started
+    if tally.scripts.plain:
+        return scripts.progress_text(tally.scripts, tally.num_workers, now=now)
     parts = [f"step {tally.step:,}"]
     if started and started.steps:
         parts = [f"step {tally.step:,} / {started.steps:,}", human.percent(min(1.0, tally.step / started.steps))]
@@ -334,6 +348,8 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
         case events.DriverChanged():
             return driver_text(event)
+        case events.ScriptAdvised():
+            return f"hint: {event.text}" if event.rank is None else f"hint, worker {event.rank}: {event.text}"
         case events.CheckpointIntervalChanged():
             return _interval_text(event) if routine else None
     return None

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shoal.report import live_view
 from shoal.report.aggregate import RunTally
-from shoal.report.events import AnyEvent, RunStarted, TrafficReported, WorkerPrinted
+from shoal.report.events import AnyEvent, RunStarted, ScriptAdvised, TrafficReported, WorkerPrinted
 from shoal.report.incident_lines import IncidentLines
 from shoal.report.wording import stamp
 from shoal.report.worker_output import PrintBuffer
@@ -54,6 +54,7 @@ class _ScrollingLines:
         self._incident_lines = IncidentLines()
         self._tally: RunTally | None = None
         self._traffic: str | None = None
+        self._advice: set[str] = set()
 
     def show(self, event: AnyEvent, tally: RunTally, now: float) -> list[str]:
         self._tally = tally
@@ -71,6 +72,10 @@ class _ScrollingLines:
         return [*self._prints.rest(_num_printing(self._tally)), *self._incident_lines.rest(self._tally.incident_log)]
 
     def _event(self, event: AnyEvent) -> list[str]:
+        if isinstance(event, ScriptAdvised):  # each worker of a script gives the same advice
+            if event.text in self._advice:
+                return []
+            self._advice.add(event.text)
         line = live_view.event_line(event, routine=self._routine)
         if line is not None and isinstance(event, TrafficReported):  # every new group reports it
             traffic = line[len(stamp(event.time)) :]
@@ -106,7 +111,8 @@ class PlainLines:
             self._write(line)
         if self._last_line is None:
             self._last_line = now
-        if tally.step > self._last_step and now - self._last_line >= PLAIN_SECONDS:
+        moved = tally.step > self._last_step or tally.scripts.plain
+        if moved and now - self._last_line >= PLAIN_SECONDS:
             self._last_line, self._last_step = now, tally.step
             self._write(live_view.progress_text(tally, now=now))
 

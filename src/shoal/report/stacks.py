@@ -16,6 +16,7 @@ from shoal.report import human
 
 RUNNING, WAITING, STOPPED, SILENT, GONE = "running", "waiting", "stopped", "silent", "gone"
 AT_WORK = ("works", "")  # phases without further detail
+IN_SCRIPT = "runs the script"  # the phase of a worker that has not joined: nothing but its line is known
 _LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
 
 
@@ -65,6 +66,9 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
         return lines
     if busy and any(each.phase.startswith(("wait", "form", "propose", "recover", "enter")) for each in busy):
         return [f"worker {each.worker} {each.phase}, for {human.duration(each.since)}" for each in busy]
+    if all(each.phase == IN_SCRIPT for each in workers.values()):
+        run_it = "runs" if len(workers) == 1 else "run"
+        return [f"{human.plural(len(workers), 'worker')} {run_it} a script that has not joined: their lines are known"]
     if len(workers) == 1:
         (only,) = workers.values()
         return [f"no worker waits: worker {only.worker} is alone{_at(only, ' and at ')}"]

@@ -39,6 +39,7 @@ class WorkerContext:
     open_torch_store: Callable[[], Store] | None = None  # torch's store, for a group that never changes
     open_run_store: Callable[[], Records] | None = None  # the run's store, for elastic membership
     should_leave: Callable[[], bool] = lambda: False
+    before_join: Callable[[], None] = lambda: None  # a script calls it before it enters the run
     restart_store: Callable[[], None] | None = None
     servers: tuple[str, ...] = ()  # addresses of parameter servers
     token: str = ""  # that the servers ask for
@@ -71,11 +72,22 @@ class WorkerContext:
 
 
 _installed: WorkerContext | None = None  # set once, by the driver, in a worker process
+_trained = False  # this process has called shoal.train
 
 
 def install_context(context: WorkerContext) -> None:
-    global _installed
-    _installed = context
+    global _installed, _trained
+    _installed, _trained = context, False
+
+
+def note_training() -> None:
+    """This process trains a job with `shoal.train`."""
+    global _trained
+    _trained = True
+
+
+def trained_in_script() -> bool:
+    return _trained
 
 
 def current_context(folder: Path | None = None, resume: bool = False) -> WorkerContext:

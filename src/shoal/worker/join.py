@@ -60,6 +60,7 @@ def join(
     global _joined
     model, optimizers = as_one_model(model), as_named(optimizer)
     context = current_context(Path(run_dir) if run_dir is not None else None, resume)
+    context.before_join()
     kernels.configure(threads=threads, exact=context.config.exact)
     source = open_data(loader, seed=seed)
     checked = as_job(

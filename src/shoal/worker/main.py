@@ -1,5 +1,6 @@
 """What one worker process does: trains a job, or runs the user's script; and how it reports a failure."""
 
+import signal
 import sys
 import traceback
 import types
@@ -20,6 +21,7 @@ from shoal.worker.join import finish_joined, joined_run
 from shoal.worker.membership import MODEL_SHARD_LOST, ModelShardLost, WorkerEvicted
 from shoal.worker.memory import is_out_of_memory
 from shoal.worker.run import Run
+from shoal.worker.script_process import begin_script, refuse_idle_job
 from shoal.worker.trainer import train
 
 TRACEBACK_FOLLOWS = "--- traceback ---"  # the driver shows nothing of a log from here on: the error has its own message
@@ -35,6 +37,7 @@ def train_job(opened: OpenJob, context: WorkerContext) -> None:
 def run_script(script: Path, arguments: list[str], context: WorkerContext) -> None:
     """Runs any script as `__main__`. One that joins finds this context; another finds what torchrun would have set."""
     install_context(context)
+    begin_script(context)
     seed_everything(0, MODULE_LOAD)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
@@ -49,10 +52,16 @@ def run_script(script: Path, arguments: list[str], context: WorkerContext) -> No
     except SystemExit as leave:
         if leave.code not in (None, 0):
             raise
+    except KeyboardInterrupt:  # of a script that has not joined: the driver passes Ctrl-C on
+        print(TRACEBACK_FOLLOWS, file=sys.stderr)
+        traceback.print_exc()
+        raise SystemExit(128 + signal.SIGINT) from None
     finish_joined()
     run = joined_run()
     if run is not None:
         run.group.close()
+    else:
+        refuse_idle_job(script, vars(module))
 
 
 # -- failures -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """The first lines of a process of a run: what a launcher gives it becomes its WorkerContext, and its work begins."""
 
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store
@@ -16,34 +14,9 @@ from shoal.worker.context import WorkerContext, torchrun_store
 from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.main import reporting_failures
+from shoal.worker.stop_notice import StopNotice, leave_interrupts_to_driver
 
 PROCESS_LINE = f"{LOG_ONLY}process "  # begins the line that names a process in its log
-
-
-class StopNotice:
-    """Handles SIGTERM: a process that has claimed it leaves when its step is done, another one ends at once."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._claimed = False
-
-    @classmethod
-    def installed(cls) -> "StopNotice":
-        """Handles SIGTERM of this process from now on."""
-        notice = cls()
-        signal.signal(signal.SIGTERM, notice.handle)
-        return notice
-
-    def claim(self) -> bool:
-        """From now on SIGTERM only sets `received`, which this returns."""
-        self._claimed = True
-        return self.received
-
-    def handle(self, number: int, frame: Any) -> None:
-        self.received = True
-        if not self._claimed:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +27,7 @@ class WorkerStartup:
     incarnation: int = 0  # how many processes had this rank before
     channel: socket.socket  # to the driver
     notice: StopNotice
+    outlive_driver: Callable[[], None] = lambda: None  # from now on the process goes on when the driver dies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +70,17 @@ class WorkerProgram:
             open_torch_store=torchrun_store,
             open_run_store=(lambda: open_store(failure.store, folder, self.run.id)) if failure.elastic else None,
             should_leave=startup.notice.claim,
+            before_join=lambda: _before_join(startup),
             restart_store=self._restart_store,
         )
 
     def _restart_store(self) -> None:
         if self.restarts_store:
             sqlite_client.start_server(self.run.path)
+
+
+def _before_join(startup: WorkerStartup) -> None:
+    """A script's process becomes one of a run that can be stopped, resumed and attached to."""
+    leave_interrupts_to_driver()
+    startup.notice.install()
+    startup.outlive_driver()

@@ -6,7 +6,8 @@ Another launcher is one file with a class that has the eight methods of `Launche
 - Lines of a process come before its exit, which comes once. Where a host is lost, each of its processes exits with code
   None. `channels.ProcessChannels` does this for launchers whose processes hold a socket.
 - When `close` returns, no process of the run is left. When the driver dies, processes end with it, unless the program
-  is `detached`: then they go on, and the file has a way to make a launcher of them again (`LocalLauncher.attach`).
+  is `detached`: then they go on (where `until_joined`, those that called `startup.outlive_driver`), and the file has a
+  way to make a launcher of them again (`LocalLauncher.attach`).
 
 `tests/helpers/direct_launcher.py` is a small one.
 """
@@ -63,6 +64,7 @@ class ProcessProgram:
     folder: Path  # of the run
     threads: int = 1  # that a process computes with
     detached: bool = False  # processes go on when the driver dies
+    until_joined: bool = False  # detached: only those go on that have called `startup.outlive_driver`
 
 
 @dataclass(frozen=True, kw_only=True)

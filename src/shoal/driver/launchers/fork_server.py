@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import mmap
 import os
 import selectors
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,11 +19,13 @@ import msgspec
 from shoal.driver.launchers.base import LAUNCHER_SOCKET, ProcessProgram
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_sockets import listen
-from shoal.worker.start import StopNotice, WorkerStartup
+from shoal.worker.start import WorkerStartup
+from shoal.worker.stop_notice import StopNotice
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 1 << 16
 END = b"end"  # from the driver: end all workers
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL, for workers that end with their driver
 
 
 class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,21 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Takes `die_with_parent` back."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worker:
+    process: WorkerId
+    pid: int
+    outlives_driver: mmap.mmap  # one byte, shared with the process, which sets it
+
+    def kill(self, number: int) -> None:
+        os.kill(self.pid, number)  # not reaped yet: the id is its own
+
+
 def run_fork_server(control: socket.socket, program: ProcessProgram, enter_host: EnterHost) -> None:
     """All that the forked server does. It runs no kernel and no thread, so that each fork is clean."""
     code = 1
@@ -77,12 +96,13 @@ class _ForkServer:
         self.listener = None if self.address is None else listen(self.address, socket.SOCK_SEQPACKET)
         if self.listener is not None:
             self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
-        self.workers: dict[int, tuple[WorkerId, int]] = {}  # process descriptor -> worker, process id
+        self.workers: dict[int, _Worker] = {}  # by process descriptor
+        self.kill_at: float | None = None  # the driver is gone, and workers that end with it have had SIGTERM
         self.undelivered: list[ForkServerReply] = []  # sent while no driver was connected
 
     def run(self) -> int:
         while self.control is not None or self.workers:
-            for key, _ in self.selector.select():
+            for key, _ in self.selector.select(self._end_without_driver()):
                 if key.data is self.listener and self.listener is not None:
                     self._accept_driver(self.listener.accept()[0])
                 elif key.data is self.control and self.control is not None:
@@ -92,6 +112,23 @@ class _ForkServer:
                     self._reap(key.data)
         return self._close()
 
+    def _end_without_driver(self) -> float | None:
+        """Kills workers that did not end with their driver in time. Returns for how long to wait before that."""
+        if self.kill_at is None:
+            return None
+        left = self.kill_at - time.monotonic()
+        if left > 0:
+            return left
+        self._signal_dependent(signal.SIGKILL)
+        self.kill_at = None
+        return None
+
+    def _signal_dependent(self, number: int) -> None:
+        """To the workers that do not outlive the driver."""
+        for worker in self.workers.values():
+            if not worker.outlives_driver[0]:
+                worker.kill(number)
+
     def _accept_driver(self, driver: socket.socket) -> None:
         """Accepts another driver, unless this server still has one."""
         if self.control is not None:
@@ -99,7 +136,7 @@ class _ForkServer:
             return
         self.control = driver
         self.selector.register(driver, selectors.EVENT_READ, driver)
-        running = [ForkServerReply(process=worker, pid=pid) for worker, pid in self.workers.values()]
+        running = [ForkServerReply(process=each.process, pid=each.pid) for each in self.workers.values()]
         driver.send(msgspec.json.encode(running))
         for reply in self.undelivered:
             self._reply(reply)
@@ -112,20 +149,26 @@ class _ForkServer:
         except OSError:
             message, descriptors = b"", []
         if message == END or (not message and self.address is None):
-            for _, pid in self.workers.values():
-                os.kill(pid, signal.SIGKILL)
-            for _, pid in self.workers.values():
-                os.waitpid(pid, 0)
+            for worker in self.workers.values():
+                worker.kill(signal.SIGKILL)
+            for worker in self.workers.values():
+                os.waitpid(worker.pid, 0)
             return False
-        if not message:  # the driver is gone; the workers go on, and so does this process as long as they do
+        if (
+            not message
+        ):  # the driver is gone; workers that outlive it go on, and so does this process as long as they do
             self.selector.unregister(control)
             control.close()
             self.control = None
+            self._signal_dependent(signal.SIGTERM)
+            self.kill_at = time.monotonic() + GRACE_SECONDS
             return True
         self._start(msgspec.json.decode(message, type=StartOrder), socket.socket(fileno=descriptors[0]))
         return True
 
     def _start(self, order: StartOrder, channel: socket.socket) -> None:
+        outlives_driver = mmap.mmap(-1, 1)
+        outlives_driver[0] = not self.program.until_joined
         pid = os.fork()
         if pid == 0:
             self.selector.close()
@@ -134,19 +177,19 @@ class _ForkServer:
                     held.close()
             for descriptor in self.workers:
                 os.close(descriptor)
-            _become_worker(order, channel, self.program, self.enter_host)
+            _become_worker(order, channel, self.program, self.enter_host, outlives_driver)
         channel.close()
         self._reply(ForkServerReply(process=order.process, pid=pid))
         watched = os.pidfd_open(pid)
-        self.workers[watched] = (order.process, pid)
+        self.workers[watched] = _Worker(process=order.process, pid=pid, outlives_driver=outlives_driver)
         self.selector.register(watched, selectors.EVENT_READ, watched)
 
     def _reap(self, watched: int) -> None:
-        worker, pid = self.workers.pop(watched)
+        worker = self.workers.pop(watched)
         self.selector.unregister(watched)
         os.close(watched)
-        _, status = os.waitpid(pid, 0)
-        self._reply(ForkServerReply(process=worker, code=os.waitstatus_to_exitcode(status)))
+        _, status = os.waitpid(worker.pid, 0)
+        self._reply(ForkServerReply(process=worker.process, code=os.waitstatus_to_exitcode(status)))
 
     def _reply(self, reply: ForkServerReply) -> None:
         if self.control is None:
@@ -166,10 +209,21 @@ class _ForkServer:
 # -- in the worker ----------------------------------------------------------------------------------------------------
 
 
-def _become_worker(order: StartOrder, channel: socket.socket, program: ProcessProgram, enter_host: EnterHost) -> None:
+def _become_worker(
+    order: StartOrder,
+    channel: socket.socket,
+    program: ProcessProgram,
+    enter_host: EnterHost,
+    outlives_driver: mmap.mmap,
+) -> None:
+    def outlive_driver() -> None:
+        if program.detached:
+            outlives_driver[0] = 1
+            outlive_parent()
+
     codes = [1]
     try:
-        if not program.detached:
+        if not program.detached or program.until_joined:
             die_with_parent(os.getppid())
         notice = StopNotice.installed()
         redirect_output(order.log)
@@ -178,7 +232,13 @@ def _become_worker(order: StartOrder, channel: socket.socket, program: ProcessPr
         if order.cores:
             os.sched_setaffinity(0, order.cores)
         worker = order.process
-        startup = WorkerStartup(rank=worker.worker, incarnation=worker.incarnation, channel=channel, notice=notice)
+        startup = WorkerStartup(
+            rank=worker.worker,
+            incarnation=worker.incarnation,
+            channel=channel,
+            notice=notice,
+            outlive_driver=outlive_driver,
+        )
 
         def body() -> None:
             codes[0] = program.main(startup)
