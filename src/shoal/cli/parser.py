@@ -30,8 +30,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            refuse = getattr(found, "refuse_unknown", None) or self.unknown
-            raise refuse(unknown[0], found, list(args or ()))
+            refuse, words = getattr(found, "refuse_unknown", None), list(args or ())  # a command may know better
+            raise self.unknown(unknown[0], found, words) if refuse is None else refuse(unknown, found, words)
         return found
 
     def unknown(self, name: str, found: argparse.Namespace, words: list[str]) -> InputError:

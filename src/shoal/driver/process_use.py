@@ -23,6 +23,8 @@ def read_usage(pid: int) -> ProcessUsage | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    if fields[0] in "ZX":
+        return None
     return ProcessUsage((int(fields[11]) + int(fields[12])) / TICKS, int(fields[21]) * PAGE_BYTES)
 
 
