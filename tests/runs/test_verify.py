@@ -114,7 +114,10 @@ if "--worker" in sys.argv and run.step > 5:
 DEPENDS = "F.cross_entropy(model(b[0]), b[1]) + (model(b[0]).sum() if run.rank and run.step > 2 else 0)"
 
 
-def test_a_script_that_joins_is_verified_as_the_report_advises(call: Caller, tmp_path: Path) -> None:
+def test_a_script_that_joins_is_verified_as_the_report_advises(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / "my loops"
     folder.mkdir()
     script = folder / "loop.py"
@@ -137,7 +140,7 @@ def test_a_script_that_joins_is_verified_as_the_report_advises(call: Caller, tmp
         r" \S+, relative \S+, and \d more tensors",
         differs.err,
     ), differs.err
-    assert not list(Path(tempfile.gettempdir()).glob("shoal-verify-*/reference")), "nothing is left of runs that ended"
+    assert not list(tmp_path.glob("shoal-verify-*")), "nothing is left of runs that ended"
 
 
 # -- against an ordinary loop -----------------------------------------------------------------------------------------
