@@ -521,6 +521,9 @@ def test_commands_in_a_report_can_be_pasted() -> None:
     value = summarize_run(tallied([script, *TWO_WORKERS[1:], stopped]), folder="far away/7f3a")
     wanted = "next        shoal run 'my runs/own.py' --resume 'far away/7f3a' -- --name 'two words'"
     assert wanted in printed(value, 200)
+    job = started(job="text.py", settings=["seed=5", "name=two words"])
+    value = summarize_run(tallied([job, *TWO_WORKERS[1:], stopped]), folder="runs/7f3a")
+    assert "next        shoal train text.py --set seed=5 --set 'name=two words' --resume 7f3a" in printed(value)
     python = summarize_run(tallied([started(job="job"), *TWO_WORKERS[1:], FINISHED]))
     assert "check" not in printed(python), "a job without a file cannot be named on a command line"
 

@@ -38,7 +38,8 @@ def call(given: argparse.Namespace) -> int:
     if given.dry_run:
         _dry_run(given, job, config)
     else:
-        report = train_with(job, config, name=given.file, launcher=given.lab and given.lab.launcher)
+        launcher = given.lab and given.lab.launcher
+        report = train_with(job, config, name=given.file, settings=given.settings, launcher=launcher)
         print_report(report.value, given.json, details=config.output.verbose)
     return 0
 

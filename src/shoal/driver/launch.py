@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,31 @@ def train(job: Job, config: RunConfig | None = None, **given: Any) -> Report:
     return train_with(job, (config or RunConfig()).changed(**given))
 
 
-def train_with(job: Job, config: RunConfig, *, name: str | None = None, launcher: Launcher | None = None) -> Report:
-    """`name`: of the job in the report. `launcher`: where workers run; None: on this machine."""
+def train_with(
+    job: Job,
+    config: RunConfig,
+    *,
+    name: str | None = None,
+    settings: Sequence[str] = (),
+    launcher: Launcher | None = None,
+) -> Report:
+    """`name` and `settings`: the job's in the report, as a command line has them. `launcher`: where workers run; None:
+    on this machine."""
     check_isa(job)
     config.failure.check_workers(plan_for(job, config, launcher).workers)  # before any data is read
-    return train_opened(open_job(job), config, name=name, launcher=launcher)
+    return train_opened(open_job(job), config, name=name, settings=settings, launcher=launcher)
 
 
-def train_opened(opened: OpenJob, config: RunConfig, *, name: str | None, launcher: Launcher | None = None) -> Report:
+def train_opened(
+    opened: OpenJob,
+    config: RunConfig,
+    *,
+    name: str | None,
+    settings: Sequence[str] = (),
+    launcher: Launcher | None = None,
+) -> Report:
     with PreparedJob(opened, config, launcher) as prepared:
+        prepared.settings = settings
         prepared.choose_plan()
         check_initial_weights(opened.job, prepared.opened.outline)
         with open_folder(config) as folder:
@@ -78,6 +95,7 @@ def _launch_spec(prepared: PreparedJob, folder: RunFolder, name: str | None, *, 
     started = RunStarted(
         run=folder.id,
         job=name or job.name,
+        settings=list(prepared.settings),
         workers=plan.workers,
         layout=str(plan.layout),
         lanes=plan.lanes,

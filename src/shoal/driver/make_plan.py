@@ -1,6 +1,6 @@
 """From a job and a configuration to a plan: as asked, as the resumed run had it, or as the planner chooses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +133,7 @@ class PreparedJob:
         self.config = config.with_comm_options(resolve_comm_options(config))
         self.predicted = prediction_enabled() if config.output.predict is None else config.output.predict
         self.plan = plan_for(opened.job, config, self.launcher)
+        self.settings: Sequence[str] = ()  # --set, for commands in the report
         self.layout_reason = ""  # why the plan is not the one asked for
         self.previous_layout = ""  # of the run, where workers were lost and it goes on with another
         self._predictor: RunPredictor | None = None

@@ -100,7 +100,8 @@ def is_brief(report: Report) -> bool:
 def runs_table(lines: Iterable[RunLine]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("run", "job", "workers", "outcome", "steps", "loss", "measured", "when"):
-        table.add_column(name, justify="right" if name in ("workers", "steps", "loss") else "left", overflow="fold")
+        right, whole = name in ("workers", "steps", "loss"), name not in ("run", "job", "measured")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
     for line in lines:
         table.add_row(
             Text(line.path if line.elsewhere else line.id),
@@ -403,8 +404,9 @@ def _is_file(report: Report) -> bool:
 
 def _command(report: Report, command: str, *options: str) -> str:
     """A command about the run's job or script, to be pasted into a shell."""
-    arguments = report.get("arguments") or []
-    return shlex.join(["shoal", command, str(report["job"]), *options, *(["--", *arguments] if arguments else [])])
+    settings = [word for text in report.get("settings") or [] for word in ("--set", text)]
+    arguments = ["--", *report["arguments"]] if report.get("arguments") else []
+    return shlex.join(["shoal", command, str(report["job"]), *settings, *options, *arguments])
 
 
 def _handle(report: Report) -> str:

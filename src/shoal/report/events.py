@@ -18,6 +18,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     job: str
     command: str = "train"
     arguments: list[str] = []  # of a script
+    settings: list[str] = []  # of a job, as --set has them
     workers: int
     layout: str
     lanes: int

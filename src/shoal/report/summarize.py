@@ -45,6 +45,7 @@ def _results(tally: RunTally, outcome: str, target: str | None) -> dict[str, Any
         "job": started.job if started else None,
         "command": started.command if started else None,
         "arguments": list(started.arguments) if started else [],
+        "settings": list(started.settings) if started else [],
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
         "exact": _exact(tally),
