@@ -49,6 +49,25 @@ TABLE = (
         ),
     ),
     FirstDay(
+        script="fp16_unfreeze.py",
+        command="train {} --workers 2",
+        shows=(
+            r"53 steps, 2,000 samples",  # 3 passes of 13 batches, 2 of 7 updates
+            r"loss scale [\d,]+; [1-9]\d* updates skipped, whose scaled gradients overflowed",
+            r"val accuracy 0\.[6-9]",
+            r"exact: the same on any number of workers",
+        ),
+    ),
+    FirstDay(
+        script="fp16_unfreeze.py",
+        command="verify {} --workers 1,2 --steps 14 --resume --against plain",
+        shows=(
+            r"2 workers +[0-9a-f]{64} +equal",
+            r"resumed on 1 [0-9a-f]{64} equal",
+            r"plain PyTorch loop.*agrees after 14 steps",
+        ),
+    ),
+    FirstDay(
         script="early_stopping.py",
         command="verify {} --workers 1,2 --steps 46 --resume",
         shows=(r"2 workers +[0-9a-f]{64} +equal", r"resumed? .* equal"),
