@@ -1,7 +1,7 @@
 """A small ResNet with batch norm on pictures of bars:   shoal train examples/first_day/resnet_batchnorm.py --workers 2
 
 Batch norm takes its statistics from the samples that are computed together: here 16 of 64, a lane, on any number of
-workers. The report says so.
+workers. The report says so. The second job, `resnet_batchnorm.py:synced`, has the statistics of all 64.
 """
 
 import torch
@@ -55,3 +55,4 @@ job = shoal.Job(
     epochs=2,
     name="resnet_batchnorm",
 )
+synced = job.changed(sync_batchnorm=True, name="resnet_synced")

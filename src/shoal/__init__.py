@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.job.job import Job
     from shoal.job.loss_scale import LossScale
     from shoal.parallel.plan import Plan
+    from shoal.parallel.sync_batchnorm import convert_sync_batchnorm
     from shoal.paramserver.embedding import Embedding
     from shoal.worker.join import join
     from shoal.worker.run import Run
@@ -43,6 +44,7 @@ _HOMES = {  # a module is imported with the first use of one of its names: torch
     "job.job": ("Job",),
     "job.loss_scale": ("LossScale",),
     "parallel.plan": ("Plan",),
+    "parallel.sync_batchnorm": ("convert_sync_batchnorm",),
     "paramserver.embedding": ("Embedding",),
     "worker.join": ("join",),
     "worker.run": ("Run",),
@@ -76,6 +78,7 @@ __all__ = [
     "StepInfo",
     "Stopped",
     "__version__",
+    "convert_sync_batchnorm",
     "join",
     "train",
 ]

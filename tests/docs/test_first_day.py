@@ -72,6 +72,16 @@ TABLE = (
         command="verify {} --workers 1,2 --steps 46 --resume",
         shows=(r"2 workers +[0-9a-f]{64} +equal", r"resumed? .* equal"),
     ),
+    FirstDay(
+        script="resnet_batchnorm.py:synced",
+        command="verify {} --workers 2,3,4 --shares 3,1 --steps 3 --against plain",
+        shows=(
+            r"2 workers +[0-9a-f]{64} +equal",
+            r"4 workers +[0-9a-f]{64} +equal",
+            r"shares 3,1 +[0-9a-f]{64} +equal",
+            r"batch norm over the whole batch: agrees after 3 steps",
+        ),
+    ),
 )
 
 

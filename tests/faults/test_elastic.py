@@ -36,6 +36,8 @@ from helpers.faults import (
     MEETS,
     MERGED,
     MET,
+    NORM,
+    NORMED,
     RECOVERS,
     SAVED,
     Faults,
@@ -82,6 +84,8 @@ def job(name: str = "momentum") -> shoal.Job:
     if name == "half":
         scale = shoal.LossScale(init_scale=2.0**24, growth_interval=3)
         return job_for(everything, precision="fp16", loss_scale=scale, freeze={"*.bias": 6}, **often)
+    if name == "synced":
+        return job().changed(sync_batchnorm=True)
     if name == "unsaved":
         return job_for(everything, epochs=4, checkpoint_every=100)
     return job_for(
@@ -164,6 +168,14 @@ def test_a_worker_may_die_anywhere_in_its_work(faults: Faults, worker: int) -> N
     kill_in_turn(faults, *((place, step, worker) for place, step in [*places, (FINISHES, 15)]))
     train(faults)
     assert [lost["rank"] for lost in faults.told("worker-lost")][:7] == [worker] * 7
+
+
+def test_a_worker_may_die_while_lanes_meet_at_a_batch_norm(faults: Faults) -> None:
+    """In step 3, a short one, worker 2 has no samples and only listens to the others."""
+    kill_in_turn(faults, (NORM, 0, 1), (NORM, 3, 2), (NORMED, 6, 0))
+    train(faults, "synced")
+    assert [lost["rank"] for lost in faults.told("worker-lost")] == [1, 2, 0]
+    assert undisturbed("synced") != undisturbed()
 
 
 def test_the_result_is_written_by_whoever_is_left(faults: Faults) -> None:

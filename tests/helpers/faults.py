@@ -32,6 +32,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.local_step import LocalStep
 from shoal.parallel.optimizer_view import OptimizerView
 from shoal.parallel.pipeline import PipelineLocalStep
+from shoal.parallel.synced_step import SyncedLocalStep
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_messages import read_server_info
@@ -81,6 +82,8 @@ ACCEPTS = Place(recover, "receive_state")
 ACCEPTED = Place(recover, "receive_state", after=True)
 FINISHES = Place(Run, "finish")
 STANDS_DOWN = Place(ElasticMembership, "stop_watching")  # everybody has heard that the result is written
+NORM = Place(SyncedLocalStep, "_exchange")  # all its lanes have come to a batch norm over the whole batch
+NORMED = Place(SyncedLocalStep, "_exchange", after=True)
 
 # Where the model is cut.
 FORWARD = Place(PipelineLocalStep, "_forward")

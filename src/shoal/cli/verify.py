@@ -138,8 +138,8 @@ def _show(title: str, rows: list[VerifyRow], plain: PlainResult | None) -> None:
     if plain is not None:
         verdict = "agrees" if plain.good else "DIFFERS"
         print(
-            f"plain PyTorch loop, fp64, dropout off, batch norm frozen: {verdict} after {plain.steps} steps:"
-            f" {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
+            f"plain PyTorch loop, fp64, dropout off, batch norm {plain.batch_norm}: {verdict}"
+            f" after {plain.steps} steps: {plain.difference:.2g} of the weights' norm (bound {PLAIN_TOLERANCE:g});"
             f" worst tensor {plain.worst}: {plain.worst_difference:.2g}"
         )
         if plain.hint:

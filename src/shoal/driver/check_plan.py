@@ -5,6 +5,7 @@ from shoal.job.job import Job
 from shoal.job.optimizer_call import takes_model
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
+from shoal.parallel.sync_batchnorm import NO_MEETING, NO_MEETING_FIX
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.worker.run_config import Servers
 
@@ -30,6 +31,12 @@ def check_monitoring(job: Job, plan: Plan) -> None:
             f"evaluate_ema=True does not go with zero={plan.zero}: no worker holds the whole average",
             fix="evaluate_ema=False (ema.safetensors is written all the same), or a layout without zero",
         )
+
+
+def check_sync_batchnorm(job: Job, plan: Plan, *, servers: bool = False) -> None:
+    """Raises PlanError where the lanes of a plan cannot meet at a batch norm."""
+    if job.sync_batchnorm and (plan.pipeline > 1 or plan.tensor > 1 or plan.zero or plan.recompute or servers):
+        raise PlanError(NO_MEETING, fix=NO_MEETING_FIX)
 
 
 def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:

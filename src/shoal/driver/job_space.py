@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.driver.check_plan import check_compile
+from shoal.driver.check_plan import check_compile, check_sync_batchnorm
 from shoal.errors import ShoalError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
@@ -47,6 +47,7 @@ def plan_refusal(job: Job, source: DataSource, plan: Plan) -> str | None:
     """Why the runtime refuses this plan of the job; None: it does not."""
     try:
         check_compile(job, plan)
+        check_sync_batchnorm(job, plan)
         if plan.layout.sharded:
             check_optimizer(job, make_outline(job, source, plan), plan)
     except ShoalError as error:

@@ -11,7 +11,13 @@ from msgspec import structs
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.collectives.topology import RankPlace
 from shoal.driver.auto_layout import LayoutChooser
-from shoal.driver.check_plan import check_compile, check_monitoring, check_server_job, check_servers
+from shoal.driver.check_plan import (
+    check_compile,
+    check_monitoring,
+    check_server_job,
+    check_servers,
+    check_sync_batchnorm,
+)
 from shoal.driver.launchers.base import Launcher
 from shoal.driver.launchers.lab import LabLauncher
 from shoal.driver.launchers.local import LocalLauncher
@@ -66,6 +72,7 @@ def plan_for(job: Job, config: RunConfig, launcher: Launcher | None = None) -> P
     fixed = config.parallel.fixed_plan
     plan = _new_plan(job, config) if fixed is None else _replayed_plan(job, config, fixed)
     check_compile(job, plan)
+    check_sync_batchnorm(job, plan, servers=bool(resolve_servers(config).count))
     if not _travels_exactly(config, plan.workers, launcher or LocalLauncher()):
         plan = structs.replace(plan, exact=False)
     servers = resolve_servers(config)

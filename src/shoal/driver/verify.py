@@ -28,6 +28,7 @@ from shoal.numerics import kernels
 from shoal.numerics.kernels import map_tensors
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
+from shoal.parallel.sync_batchnorm import synced_norms
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
@@ -317,6 +318,7 @@ class PlainResult:
     difference: float  # norm of the difference over the norm of the weights
     worst: str
     worst_difference: float
+    batch_norm: str = "frozen"
 
     @property
     def good(self) -> bool:
@@ -351,12 +353,21 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     sizes = {key: plain[key].detach().norm().item() for key in plain}
     worst = max(gaps, key=lambda key: gaps[key] / (sizes[key] or 1.0))
     total = sum(gap**2 for gap in gaps.values()) ** 0.5 / (sum(size**2 for size in sizes.values()) ** 0.5 or 1.0)
-    return PlainResult(steps=steps, difference=total, worst=worst, worst_difference=gaps[worst] / (sizes[worst] or 1.0))
+    return PlainResult(
+        steps=steps,
+        difference=total,
+        worst=worst,
+        worst_difference=gaps[worst] / (sizes[worst] or 1.0),
+        batch_norm="over the whole batch" if job.sync_batchnorm else "frozen",
+    )
 
 
 def _deterministic_model(job: Job) -> nn.Module:
-    """The model in fp64 and evaluation mode: no dropout, no batch statistics; gradients are computed."""
+    """The model in fp64 and evaluation mode: no dropout, and batch statistics only where they are of the whole batch;
+    gradients are computed."""
     model = copy.deepcopy(build_model(job)).double().eval()
+    for norm in synced_norms(model):
+        norm.train()
     forward = model.forward
 
     @functools.wraps(forward)

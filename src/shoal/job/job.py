@@ -73,6 +73,7 @@ class Job:
     isa: str | None = None
     threads: int = 1
     compile: bool = False
+    sync_batchnorm: bool = False  # batch norm sees the whole batch, not a lane
     precision: str = "fp32"
     loss_scale: Any = None  # of fp16: a LossScale, which follows the gradients; or a number, which stays
     scheduler: Callable[[Optimizer], Any] | None = None  # stepped once per update
@@ -181,6 +182,12 @@ class Job:
             if value not in known:
                 names = ", ".join(repr(choice) for choice in known if choice is not None)
                 raise JobError(f"{name}={value!r} is not known", fix=f"one of {names}")
+        if self.sync_batchnorm:
+            asked = {"microbatches": self.microbatches > 1, "compile": self.compile}
+            asked["accumulate"] = self.accumulation != ONE_BATCH
+            for name in (name for name, given in asked.items() if given):
+                other = f"{name}={getattr(self, name)}"
+                raise JobError(f"sync_batchnorm=True and {other} do not go together", fix="one of them")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"clip_norm={self.clip_norm!r} must be a number above 0")
         if self.freeze is not None:
@@ -272,7 +279,7 @@ class Job:
         # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
         found = {name: describe(getattr(self, name)) for name in decisive.split()}
         # Fields of later versions count where they are used: checkpoints of before still fit.
-        later = ("collate_fn", "ema", "freeze")
+        later = ("collate_fn", "sync_batchnorm", "ema", "freeze")
         found |= {name: describe(getattr(self, name)) for name in later if getattr(self, name)}
         if self.loss_scaling is not None:
             found["loss_scale"] = dataclasses.asdict(self.loss_scaling)

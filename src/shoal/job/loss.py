@@ -1,5 +1,6 @@
 """A job's loss of a model, in one call or in two halves: before and after the model's own forward."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ class Objective:
         self.job, self.model = job, model
         self.model_has_loss = job.loss == "model"
         self.lane_counts = LaneCounts()
-        self._watch: MeanWatch | None = None  # of the forward pass under way
+        self._local = threading.local()  # lanes may be computed by turns, each on a thread
 
     def __call__(self, batch: Any) -> Any:
         with self.forward_pass():
@@ -59,13 +60,14 @@ class Objective:
         """With the number of items that it is a mean over, where that is seen: a lane with more of them counts for
         more."""
         found = loss_of(output)
-        if self._watch is None or isinstance(found, tuple):
+        watch: MeanWatch | None = getattr(self._local, "watch", None)
+        if watch is None or isinstance(found, tuple):
             return found
-        count = self._watch.count()
+        count = watch.count()
         if count is not None:
             return found * count, count
         if self.lane_counts.looking and torch.is_grad_enabled():
-            seen = self._watch.count_of(found)
+            seen = watch.count_of(found)
             self.lane_counts.add(labels_kept(batch) if seen is None else seen, batch_length(batch))
         return found
 
@@ -89,12 +91,12 @@ class Objective:
         # Whether a cached cast of the weights is used would depend on what ran before (docs/exact.md, rule 12).
         dtype = torch.float16 if self.job.precision == "fp16-autocast" else torch.bfloat16
         cast = torch.autocast("cpu", dtype=dtype, cache_enabled=False) if self.job.autocast else nullcontext()
-        self._watch = MeanWatch() if self.model_has_loss else None
+        self._local.watch = watch = MeanWatch() if self.model_has_loss else None
         try:
-            with cast, self._watch or nullcontext():
+            with cast, watch or nullcontext():
                 yield
         finally:
-            self._watch = None
+            self._local.watch = None
 
     def _to_fp32(self, output: Any) -> Any:
         """Where the model computes in bf16, its loss is still computed in fp32."""

@@ -10,7 +10,7 @@ EVERY = ("evaluate_every", "checkpoint_every")
 WHOLE = ("batch", "steps", "epochs", "lanes", "microbatches", "accumulate", "seed", "threads", "patience", "tokens")
 INTEGERS = (*WHOLE, *EVERY)
 NUMBERS = ("clip_norm", "loss_scale", "ema")
-SWITCHES = ("shuffle", "compile", "evaluate_ema")
+SWITCHES = ("shuffle", "compile", "sync_batchnorm", "evaluate_ema")
 STRINGS = ("last", "isa", "precision", "target", "monitor", "keep_best", "name")
 SETTABLE = INTEGERS + NUMBERS + SWITCHES + STRINGS
 

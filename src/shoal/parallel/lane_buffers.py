@@ -1,6 +1,6 @@
 """Buffers by lane: batch-norm statistics, counters (docs/exact.md rule 15)."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,18 @@ class LaneBuffers:
             else:
                 shares.append(kept.current().detach().clone() if lane == 0 else None)
         return shares
+
+    def start_copies(self) -> list[Tensor]:
+        """The buffers of the step's start, for a lane that is computed by turns with others."""
+        return [kept.start.clone() for kept in self.snapshots]
+
+    def installed(self) -> list[Tensor]:
+        return [kept.current() for kept in self.snapshots]
+
+    def install(self, tensors: Sequence[Tensor]) -> None:
+        """Puts a lane's own buffers in their places."""
+        for kept, tensor in zip(self.snapshots, tensors, strict=True):
+            kept.module._buffers[kept.leaf] = tensor
 
     def drop(self) -> None:
         """Restores the buffers of the step's start."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.group import WorkerGroup
+from shoal.errors import PlanError
 from shoal.numerics.grad_norm import all_finite
 from shoal.numerics.lanes import Span, cut_batch
 from shoal.numerics.seeds import pass_seed
@@ -27,6 +28,7 @@ from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import ShardedNorm
 from shoal.parallel.step import Closure, GatheredStepStats, ReducedStep, StepInput, StepResult
 from shoal.parallel.strategy import Evaluator
+from shoal.parallel.sync_batchnorm import NO_MEETING, NO_MEETING_FIX, synced_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,12 @@ class StepSetup:
 class LaneStrategy(ABC):
     """Not a strategy of its own: strategies differ in the local step, and in how the sums of shards are completed."""
 
+    lanes_can_meet = False  # for batch norm over the whole batch
+
     def __init__(self, setup: StepSetup) -> None:
         self.replica, self.lanes, self.microbatches = setup.replica, setup.lanes, setup.microbatches
+        if not self.lanes_can_meet and synced_norms(self.replica.model):
+            raise PlanError(NO_MEETING, fix=NO_MEETING_FIX)
         self.groups = ParallelGroups.replicated(setup.group)
         self.assignment = tuple(setup.assignment)
         self.needs_norm = setup.needs_norm

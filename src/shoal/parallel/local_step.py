@@ -100,7 +100,11 @@ class LocalStep:
             self.data_seconds += time.perf_counter() - began
             replica.seed_at(self.step_input.step, lane, number)
             self.run_microbatch(batch, lane, number, len(positions))
-        shares = replica.buffers.end_lane(self.lane_sizes[lane] / len(self.step_input.indices), lane)
+        return self.end_lane(lane)
+
+    def end_lane(self, lane: int) -> GradList:
+        """What the lane comes to, and what is on record of it."""
+        shares = self.replica.buffers.end_lane(self.lane_sizes[lane] / len(self.step_input.indices), lane)
         values = self.take_gradients() + shares
         self.lane_buffers[lane] = [share is not None for share in shares]
         self.mark_present(values)

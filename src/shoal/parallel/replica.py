@@ -92,6 +92,15 @@ class ModelReplica:
         else:
             seed_torch(self.stream, DROPOUT, step, lane, microbatch, 0, 0)
 
+    def seeding(self) -> Any:
+        """Where the random streams are, for `resume_seeding`."""
+        return self._position, dict(self._calls), torch.default_generator.get_state()
+
+    def resume_seeding(self, state: Any) -> None:
+        self._position, calls, generator = state
+        self._calls = dict(calls)
+        torch.default_generator.set_state(generator)
+
     def stop_seeding(self) -> None:
         """Blocks leave the generator alone again (evaluation, the user's own calls)."""
         self._position = None

@@ -27,6 +27,7 @@ from shoal.parallel.pipeline import PipelineParallel
 from shoal.parallel.pipeline_stages import PipelineStages
 from shoal.parallel.plan import Plan
 from shoal.parallel.strategy import Strategy
+from shoal.parallel.sync_batchnorm import convert_sync_batchnorm
 from shoal.parallel.tensor.group import TensorGroup
 from shoal.parallel.tensor.install import install
 from shoal.parallel.zero import ShardedParallel
@@ -38,12 +39,10 @@ from shoal.worker.model_partition import ModelOutline, WorkerPartition, as_compu
 
 def build_model(job: Job) -> nn.Module:
     """The whole model, as one process has it."""
-    if isinstance(job.model, nn.Module):
-        return job.model
-    model = initialise(job.model, job.seed)
+    model = job.model if isinstance(job.model, nn.Module) else initialise(job.model, job.seed)
     if not isinstance(model, nn.Module):
         raise JobError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return convert_sync_batchnorm(model) if job.sync_batchnorm else model
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.job.mean_counts import UNEVEN_MEANS, LaneCounts, MeanWatch, batch_length
+from shoal.parallel.sync_batchnorm import SyncedBatchNorm
 
 Closure = Callable[[Any], Any]
 
@@ -14,9 +15,11 @@ Closure = Callable[[Any], Any]
 def batch_norm_note(model: nn.Module, batch: int, lanes: int, microbatches: int) -> str | None:
     """How many samples the statistics of batch norm are of, where those are not the whole batch."""
     size = batch // (lanes * microbatches)
-    if size == batch or not any(isinstance(each, _BatchNorm) and each.training for each in model.modules()):
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and not isinstance(each, SyncedBatchNorm)]
+    if size == batch or not any(each.training for each in norms):
         return None
-    return f"batch norm sees {size} of {batch} samples: a {'lane' if microbatches == 1 else 'microbatch of a lane'}"
+    what = "lane" if microbatches == 1 else "microbatch of a lane"
+    return f"batch norm sees {size} of {batch} samples: a {what}; sync_batchnorm=True for all of them"
 
 
 class TrainingNotes:
