@@ -1,6 +1,6 @@
 """Early stopping, the best checkpoint, a warm-up, a metric of one's own and averaged weights.
 
-    shoal train examples/first_day/early_stopping.py --workers 2
+    shoal train examples/first_day/early_stopping.py --workers 2 --log csv
 
 Training ends when the held-out loss has not improved in 3 evaluations: at the same step on any number of workers. The
 run's folder then has model.safetensors (the end), best.safetensors (the best accuracy) and ema.safetensors (the mean).

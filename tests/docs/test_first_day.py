@@ -39,7 +39,7 @@ TABLE = (
     ),
     FirstDay(
         script="early_stopping.py",
-        command="train {} --workers 2",
+        command="train {} --workers 2 --log csv",
         shows=(
             r"ended early stopping: no better loss in 3 evaluations; the best, 0\.\d+, was at step \d+",
             r"best accuracy 0\.9\d+ after step \d+: runs/\w+/checkpoints/step-\d+, best\.safetensors",

@@ -47,7 +47,7 @@ RARE = ("--nonfinite", "--checkpoint-every", "--stop-after", "--timeout", "--pin
 def test_rare_options_are_shown_when_asked_for(name: str, call: Caller, capsys: pytest.CaptureFixture[str]) -> None:
     short = help_of(call, capsys, name, "--help")
     full = help_of(call, capsys, name, "--help-all")
-    for option in ("--workers", "--shares", "--plan", "--run-dir", "--resume", "--tensorboard"):
+    for option in ("--workers", "--shares", "--plan", "--run-dir", "--resume", "--log", "--tensorboard"):
         assert option in short
         assert option in full
     for option in RARE:

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,19 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import InputError, RunFolderError
-from shoal.report import atomic_write
+from shoal.report import atomic_write, live_view
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
 from shoal.report.closing_report import ClosingReport, is_brief, runs_table
 from shoal.report.events import (
     TIME_PARTS,
     AnyEvent,
+    BestCheckpointFound,
     CheckpointSaved,
     LaneCost,
     LanesAssigned,
+    LoggedValues,
+    LoggerFailed,
+    MetricsLogged,
     ModelEvaluated,
     RunFinished,
     RunStarted,
@@ -40,7 +43,6 @@ from shoal.report.events import (
 from shoal.report.human import parts_that_add_up
 from shoal.report.run_folder import RunFolder, find_run, list_runs
 from shoal.report.summarize import summarize_run
-from shoal.report.tensorboard import TensorBoard
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"
 
@@ -598,37 +600,20 @@ def test_closing_report_can_be_written_in_ascii() -> None:
 # TensorBoard
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_files_can_be_read(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(RunFolder.create(tmp_path))
-    for event in TWO_WORKERS:
-        board.add(event)
-    board.close()
-    board.add(TWO_WORKERS[-1])  # late events are dropped
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    assert [(s.step, s.value) for s in read.Scalars("training/loss")] == [
-        (10, 2.0),
-        (20, 1.5),
-        (30, pytest.approx(1.2)),
-        (40, 1.0),
+def test_the_report_names_what_callbacks_did() -> None:
+    asked = [
+        MetricsLogged(time=103.0, rows=[LoggedValues(step=5, epoch=0, time=103.0, values={"gradient norm": 2.5})]),
+        MetricsLogged(time=103.2, rows=[LoggedValues(step=6, epoch=0, time=103.2, values={"gradient norm": None})]),
+        BestCheckpointFound(time=103.0, step=20, metric="accuracy", value=0.75),
+        LoggerFailed(time=103.0, logger="Mine", reason="OSError: full"),
+        msgspec.structs.replace(FINISHED, stopped="early stopping: enough"),
     ]
-    assert read.Scalars("training/learning rate")[0].value == pytest.approx(0.01)
-    assert read.Scalars("speed/samples per second")[0].value == pytest.approx(1280)
-    assert read.Scalars("step ms/compute")[0].value == pytest.approx(40)
-    assert [(s.step, s.value) for s in read.Scalars("evaluation/loss")] == [
-        (30, pytest.approx(1.3)),
-        (40, pytest.approx(1.1)),
-    ]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_missing_tensorboard_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(InputError, match="tensorboard") as caught:
-        TensorBoard(RunFolder.create(tmp_path))
-    assert "pip install 'shoal[tensorboard]'" in str(caught.value)
+    tally = tallied([*TWO_WORKERS, *asked])
+    assert "gradient norm not finite" in live_view.loss_line(tally)
+    value = summarize_run(tally, folder="runs/7f3a", files=["best.safetensors"])
+    assert value["logged"] == {"gradient norm": None}
+    assert value["best"] == {"metric": "accuracy", "value": 0.75, "step": 20, "checkpoint": "runs/7f3a/checkpoints/20"}
+    assert value["loggers_failed"] == [{"logger": "Mine", "reason": "OSError: full"}]
+    text = " ".join(printed(value).split())
+    assert "ended early stopping: enough" in text
+    assert "best accuracy 0.75 after step 20: runs/7f3a/checkpoints/20, best.safetensors" in text

@@ -40,7 +40,7 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
     _refuse_servers(folder, "its driver cannot be replaced")
     refuse_attaching_script(folder)
     state = read_driver_state(folder)
-    config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, detached=True)
+    config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, log="", detached=True)
     with folder:
         monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
         monitor.check_no_driver()

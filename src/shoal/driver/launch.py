@@ -20,9 +20,9 @@ from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
 from shoal.report.events import RunStarted
+from shoal.report.loggers.logger import Logger, open_loggers, split_loggers
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
-from shoal.report.tensorboard import TensorBoard
 from shoal.worker.context import WorkerContext, note_training
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.main import run_script, train_job
@@ -32,13 +32,19 @@ from shoal.worker.run_config import RunConfig
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def train(job: Job, config: RunConfig | None = None, **given: Any) -> Report:
+def train(
+    job: Job, config: RunConfig | None = None, *, log: str | Sequence[str | Logger] | None = None, **given: Any
+) -> Report:
     """Trains a job on workers of this machine and returns the report. Works in scripts and notebooks.
 
     `given` changes the configuration: groups (`failure=shoal.Failure(lease=2.0)`), or single fields by the names that
-    their flags have in `shoal train --help-all` (`workers=4, layout="pipeline=2", checkpoint="auto"`)."""
+    their flags have in `shoal train --help-all` (`workers=4, layout="pipeline=2", checkpoint="auto"`). `log`: as in
+    `--log`, or a list of such names and of loggers of your own (`begin(run)`, `log(step, values)`, `finish(report)`).
+    """
     note_training()
-    return train_with(job, (config or RunConfig()).changed(**given))
+    names, own = split_loggers([log] if isinstance(log, str) else log or [])
+    given |= {} if log is None else {"log": names}
+    return train_with(job, (config or RunConfig()).changed(**given), loggers=own)
 
 
 def train_with(
@@ -48,12 +54,13 @@ def train_with(
     name: str | None = None,
     settings: Sequence[str] = (),
     launcher: Launcher | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Report:
     """`name` and `settings`: the job's in the report, as a command line has them. `launcher`: where workers run; None:
-    on this machine."""
+    on this machine. `loggers`: of the user's own."""
     check_isa(job)
     config.failure.check_workers(plan_for(job, config, launcher).workers)  # before any data is read
-    return train_opened(open_job(job), config, name=name, settings=settings, launcher=launcher)
+    return train_opened(open_job(job), config, name=name, settings=settings, launcher=launcher, loggers=loggers)
 
 
 def train_opened(
@@ -63,9 +70,10 @@ def train_opened(
     name: str | None,
     settings: Sequence[str] = (),
     launcher: Launcher | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Report:
     with PreparedJob(opened, config, launcher) as prepared:
-        prepared.settings = settings
+        prepared.settings, prepared.loggers = settings, loggers
         prepared.choose_plan()
         check_initial_weights(opened.job, prepared.opened.outline)
         with open_folder(config) as folder:
@@ -130,6 +138,7 @@ def _launch_spec(prepared: PreparedJob, folder: RunFolder, name: str | None, *, 
         committed_before=committed_floor(folder.read_events()) if resumed else 0,
         launcher=prepared.launcher,
         files={folder.config: record, folder.plan: plan},
+        loggers=prepared.loggers,
         prediction=prepared.prediction if prepared.predicted else None,
         serve_shard=serve if plan.servers else None,
         replan=prepared.replan,
@@ -162,8 +171,7 @@ def check_isa(job: Job) -> None:
 
 def open_folder(config: RunConfig) -> RunFolder:
     """A fresh folder, or that of the resumed run; both can be written to."""
-    if config.output.tensorboard:  # a missing package is reported before a folder is made
-        TensorBoard(RunFolder(DEFAULT_ROOT))
+    open_loggers(config.output.loggers)  # a missing package is reported before a folder is made
     if config.checkpoint.resume is False:
         return _listed(RunFolder.create(None if config.output.run_dir is None else Path(config.output.run_dir)), config)
     folder = resumed_folder(config)

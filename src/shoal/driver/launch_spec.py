@@ -1,7 +1,7 @@
 """What a driver needs beside the configuration: the work, the plan, the place; and what another driver needs."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from shoal.errors import InputError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan
 from shoal.report.events import RunStarted
+from shoal.report.loggers.logger import Logger
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
 from shoal.worker.run_config import RunConfig
@@ -35,6 +36,7 @@ class LaunchSpec:
     resumed: bool = False  # the run goes on from a checkpoint
     committed_before: int = 0  # steps that are known to have been committed before this sitting
     files: dict[Path, Any] = field(default_factory=dict)  # to be written into the run's folder
+    loggers: Sequence[Logger] = ()  # of the user's own
     # Returns the content of prediction.json, or None while it is not known. `True`: waits for it.
     prediction: Callable[[bool], Mapping[str, Any] | None] | None = None
     serve_shard: Callable[[WorkerContext, int], None] | None = None  # called in each server, with its number

@@ -27,6 +27,7 @@ from shoal.job.job import Job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import Plan, make_plan, read_plan, too_few_lanes
 from shoal.report import human
+from shoal.report.loggers.logger import Logger
 from shoal.report.run_folder import RunFolder, find_run
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.model_partition import ModelOutline, check_memory, check_optimizer, make_outline
@@ -141,6 +142,7 @@ class PreparedJob:
         self.predicted = prediction_enabled() if config.output.predict is None else config.output.predict
         self.plan = plan_for(opened.job, config, self.launcher)
         self.settings: Sequence[str] = ()  # --set, for commands in the report
+        self.loggers: Sequence[Logger] = ()  # of the user's own
         self.layout_reason = ""  # why the plan is not the one asked for
         self.previous_layout = ""  # of the run, where workers were lost and it goes on with another
         self._predictor: RunPredictor | None = None

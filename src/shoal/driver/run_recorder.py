@@ -11,17 +11,27 @@ from shoal.driver import outcome
 from shoal.driver.launch_spec import LaunchSpec
 from shoal.errors import ShoalError
 from shoal.report.aggregate import RunTally
-from shoal.report.events import AnyEvent, RunFinished, RunPredicted, RunResumed, SaveFailed, decode, encode
+from shoal.report.events import (
+    AnyEvent,
+    LoggerFailed,
+    RunFinished,
+    RunPredicted,
+    RunResumed,
+    SaveFailed,
+    decode,
+    encode,
+)
+from shoal.report.loggers.log_stream import LogStream
+from shoal.report.loggers.logger import LoggedRun, open_loggers
 from shoal.report.progress import Progress, choose_progress
 from shoal.report.run_folder import RunFolder
 from shoal.report.summarize import summarize_run
-from shoal.report.tensorboard import TensorBoard
 from shoal.worker.event_channel import UNDELIVERED
 from shoal.worker.run_config import RunConfig
 
 
 class RunRecorder:
-    """Adds each event to the tally, the run's folder, TensorBoard and the screen; then calls the observers with it."""
+    """Adds each event to the tally, the run's folder, the loggers and the screen; then calls the observers with it."""
 
     def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig, tally: RunTally | None = None) -> None:
         """`tally`: of the same run, which goes on with another layout."""
@@ -30,15 +40,15 @@ class RunRecorder:
         self.observers: list[Callable[[AnyEvent], None]] = []
         self.prediction: Mapping[str, Any] | None = None
         output = config.output
-        self._tensorboard = TensorBoard(folder) if output.tensorboard else None
+        loggers = [*open_loggers(output.loggers), *launch.loggers]
+        self._log = LogStream(loggers, self._logged_run(), resumed=launch.resumed, failed=self._logger_failed)
         self.progress: Progress = choose_progress(Console(stderr=True), quiet=output.quiet, plain=output.plain)
         self._written_before: set[bytes] = set()  # by another driver: workers may send some of these events again
 
     def emit(self, event: AnyEvent) -> None:
         self.tally.add(event)
         self.folder.append_event(event)
-        if self._tensorboard is not None:
-            self._tensorboard.add(event)
+        self._log.add(event)
         self.progress.show(event, self.tally)
         if isinstance(event, RunResumed):
             self.write_files()
@@ -112,9 +122,19 @@ class RunRecorder:
             self.folder.write_json(self.folder.report, value)
         except (OSError, ShoalError) as error:
             self.emit(SaveFailed(step=self.tally.step, reason=f"report.json: {error}"))
+        self._log.finish(value)
         return value
+
+    def _logged_run(self) -> LoggedRun:
+        record = self.launch.files.get(self.folder.config, {})
+        fields = {**record.get("job", {}), **{name: record[name] for name in ("script", "arguments") if name in record}}
+        started = self.launch.started
+        config = {**fields, "workers": started.workers, "layout": started.layout}
+        return LoggedRun(id=self.folder.id, job=started.job, folder=self.folder.path, config=config)
+
+    def _logger_failed(self, name: str, reason: str) -> None:
+        self.emit(LoggerFailed(logger=name, reason=reason))
 
     def close(self) -> None:
         self.progress.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._log.finish({})  # of a run that goes on with another layout

@@ -228,8 +228,9 @@ def _results(report: Report) -> Iterator[Row]:
         yield metric_label(name), text
     if target:
         yield "target", target.removeprefix("target ")
-    if report["outcome"] == "done" and report["stopped"] and not (report["target"] or {}).get("reached"):
-        yield "ended", report["stopped"]
+    stopped = report["stopped"] or ""
+    if report["outcome"] == "done" and stopped and not stopped.startswith("target "):  # that has been said
+        yield "ended", stopped
     for name, number in list((report.get("logged") or {}).items())[:LOGGED_SHOWN]:
         yield human.with_spaces(name), human.value(number)
     best = report.get("best")

@@ -21,6 +21,7 @@ from shoal.parallel.pipeline_schedule import check_schedule_name
 from shoal.parallel.plan import Plan, read_plan
 from shoal.paramserver.sync_mode import EXAMPLES, SyncMode
 from shoal.report.human import parse_size
+from shoal.report.loggers.logger import read_names
 
 AUTO = "auto"  # of `plan`: the planner chooses; of `checkpoint`: the measured cost decides
 MOST_SERVERS = 256  # more are a typing mistake: every worker connects to every server
@@ -207,12 +208,21 @@ class Output(ConfigGroup):
     """What the run shows and leaves behind."""
 
     run_dir: str | None = common(None, "the run's folder (a fresh one under runs/)", "DIR")
-    tensorboard: bool = common(False, "write TensorBoard files into the run's folder")
+    log: str = common("", "also log to: csv, tensorboard, wandb, mlflow, with commas between", "LIST")
+    tensorboard: bool = common(False, "write TensorBoard files into the run's folder: --log tensorboard")
     samples: bool = option(False, "record which samples each step saw, not only a digest")
     digests: bool = option(False, "record one sha256 per tensor and step, for shoal verify", flag=None)
     predict: bool | None = option(None, "predict the run for its report; None: as SHOAL_PREDICT has it (on)", flag=None)
     plain: bool = option(False, "lines instead of the live view")
     quiet: bool = option(False, "only the closing report", short="-q")
+
+    def check(self) -> None:
+        _ = self.loggers
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        return read_names(f"{self.log},tensorboard" if self.tensorboard else self.log)
+
     verbose: bool = option(False, "all that was measured in the closing report, also of a short run", short="-v")
     listed: bool = option(False, "shoal runs lists it, wherever its folder is", flag=None)
 
