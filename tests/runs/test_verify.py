@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shoal
 from helpers.command import HASH, Caller, write_job
 from helpers.job_files import LOOP
-from shoal.driver.verify import PLAIN_TOLERANCE, against_plain
+from shoal.driver.verify_plain import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import local_step
 
 

@@ -14,11 +14,8 @@ from shoal.cli.parser import CommandParser, HelpAll, print_json, rare_option
 from shoal.collectives.options import CommOptions
 from shoal.driver.make_plan import open_job, plan_for
 from shoal.driver.verify import (
-    PLAIN_TOLERANCE,
-    PlainResult,
     VerifyPlacement,
     VerifyRow,
-    against_plain,
     compare_placements,
     exact_comm_options,
     layout_placements,
@@ -26,6 +23,7 @@ from shoal.driver.verify import (
     server_placements,
     verify,
 )
+from shoal.driver.verify_plain import PLAIN_TOLERANCE, PlainResult, against_plain
 from shoal.driver.verify_script import VerifiedScript, not_joined
 from shoal.errors import InputError
 from shoal.job.read_source import file_kind

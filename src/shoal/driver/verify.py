@@ -1,18 +1,14 @@
-"""`shoal verify`: runs a job or a script on several placements and compares the sha256, or a job with a plain loop."""
+"""`shoal verify`: runs a job or a script on several placements and compares the sha256."""
 
-import copy
-import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
 from shoal.driver.check_plan import check_servers
@@ -21,24 +17,16 @@ from shoal.driver.launchers.lab import Lab
 from shoal.driver.make_plan import open_job
 from shoal.driver.outcome import RunFailed
 from shoal.errors import InputError, Stopped
-from shoal.job.freeze import active_patterns, is_frozen
 from shoal.job.job import Job
-from shoal.job.model_call import loss_of, model_call, target_of
-from shoal.numerics import kernels
-from shoal.numerics.kernels import map_tensors
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
-from shoal.parallel.sync_batchnorm import synced_norms
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.report.human import plural
-from shoal.worker.build_model import build_model
-from shoal.worker.job_optimizer import build_optimizer
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.run_config import RunConfig, Servers
 
-PLAIN_TOLERANCE = 1e-8  # norm of the difference over the norm of the weights, in fp64
 SPLIT_TOLERANCE, ADAPTIVE_TOLERANCE = 1e-6, 1e-4  # the same for split operators in fp32, after some 20 steps
 ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adadelta", "Rprop")
 
@@ -307,126 +295,3 @@ def _measure(subject: Verified, other: VerifyPlacement, step: int, names: list[s
         largest_relative=float(relative.max()) if gap.numel() else 0.0,
         others=max(0, len(names) - 1),
     )
-
-
-# -- against a plain loop ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainResult:
-    steps: int
-    difference: float  # norm of the difference over the norm of the weights
-    worst: str
-    worst_difference: float
-    batch_norm: str = "frozen"
-
-    @property
-    def good(self) -> bool:
-        return self.difference <= PLAIN_TOLERANCE
-
-    @property
-    def hint(self) -> str:
-        """What is most often the reason where it is more than rounding."""
-        if self.good:
-            return ""
-        return (
-            "the usual reason: the loss is a mean over something that lanes hold different numbers of (tokens, boxes),"
-            ' and lanes are weighted by samples; return (sum, count) from the loss, or loss="model" for a model that'
-            " returns its own"
-        )
-
-
-def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResult:
-    """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
-    base = job.unwatched().changed(steps=steps, precision="fp32", loss_scale=None, compile=False)
-    opened = open_job(base)
-    source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
-    calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
-    with runs_folder() as root:
-        folder = root / "run"
-        config = RunConfig().changed(workers=workers, run_dir=folder, quiet=True, elastic=False, predict=False)
-        train_opened(calm, config, name=name)
-        weights, _ = load_weights(folder / "model.safetensors")
-    kernels.configure(threads=job.threads)
-    plain = dict(_plain_loop(base, calm, steps).named_parameters())
-    gaps = {key: (plain[key].detach() - weights[key]).norm().item() for key in plain}
-    sizes = {key: plain[key].detach().norm().item() for key in plain}
-    worst = max(gaps, key=lambda key: gaps[key] / (sizes[key] or 1.0))
-    total = sum(gap**2 for gap in gaps.values()) ** 0.5 / (sum(size**2 for size in sizes.values()) ** 0.5 or 1.0)
-    return PlainResult(
-        steps=steps,
-        difference=total,
-        worst=worst,
-        worst_difference=gaps[worst] / (sizes[worst] or 1.0),
-        batch_norm="over the whole batch" if job.sync_batchnorm else "frozen",
-    )
-
-
-def _deterministic_model(job: Job) -> nn.Module:
-    """The model in fp64 and evaluation mode: no dropout, and batch statistics only where they are of the whole batch;
-    gradients are computed."""
-    model = copy.deepcopy(build_model(job)).double().eval()
-    for norm in synced_norms(model):
-        norm.train()
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def in_fp64(*args: Any, **kwargs: Any) -> Any:
-        with _NoFp32():
-            return forward(*args, **kwargs)
-
-    model.forward = in_fp64
-    return model
-
-
-class _NoFp32(TorchFunctionMode):
-    """What a model casts to fp32 (language models: their logits) stays in fp64: else the casts would be compared."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _to_fp64(fetch: Callable[..., Any]) -> Callable[..., Any]:
-    def double(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return lambda indices, epoch: map_tensors(fetch(indices, epoch), double)
-
-
-def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
-    """An ordinary loop on one machine. Only the order of samples and the initial weights come from Shoal."""
-    schedule = job.schedule(opened.source.samples, opened.source.last)
-    model = _deterministic_model(job)
-    optimizer = build_optimizer(job, model, list(model.named_parameters()))
-    scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for step in range(steps):
-        if job.freeze is not None:
-            _freeze(model, trained, active_patterns(job.freeze, step))
-        epoch, within = schedule.position(step)
-        order = opened.source.order(epoch)
-        batch = opened.source.fetch(order[schedule.slice_of(epoch, within)], epoch)
-        own = job.loss == "model"
-        inputs = model_call(model, batch, model_has_loss=own)
-        output = model(*inputs.args, **inputs.kwargs)
-        loss = job.loss(output, target_of(batch, model_has_loss=False)) if callable(job.loss) else loss_of(output)
-        if isinstance(loss, tuple):
-            loss = loss[0] / loss[1]
-        optimizer.zero_grad()
-        loss.backward()
-        if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return model
-
-
-def _freeze(model: nn.Module, trained: set[str], patterns: Sequence[str]) -> None:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained and not is_frozen(patterns, names[id(parameter)]))
