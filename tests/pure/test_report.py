@@ -16,7 +16,7 @@ from rich.console import Console
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write, live_view
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
-from shoal.report.closing_report import ClosingReport, is_brief, runs_table
+from shoal.report.closing_report import ClosingReport, is_brief
 from shoal.report.events import (
     TIME_PARTS,
     AnyEvent,
@@ -42,6 +42,7 @@ from shoal.report.events import (
 )
 from shoal.report.human import parts_that_add_up
 from shoal.report.run_folder import RunFolder, find_run, list_runs
+from shoal.report.runs_table import runs_table
 from shoal.report.summarize import summarize_run
 
 SHA256 = "c5d391c5" + "0" * 53 + "8e8"

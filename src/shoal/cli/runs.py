@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.cli.parser import CommandParser, print_json
-from shoal.report.closing_report import runs_table
 from shoal.report.run_folder import DEFAULT_ROOT, list_runs
+from shoal.report.runs_table import runs_table
 
 EXAMPLE = "shoal runs"
 

@@ -5,28 +5,25 @@ predictions are noise there; `-v` and `shoal report` have them.
 """
 
 import shlex
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from shoal.report import human, servers_text
+from shoal.report import human, servers_text, speed_rows
 from shoal.report.human import Report, Row
 from shoal.report.incident_rows import incident_rows, read_incidents
-from shoal.report.live_view import metric_label, unused_level_text
+from shoal.report.live_view import metric_label
 from shoal.report.participation import ParticipationSpan
-from shoal.report.prediction_text import predicted_text, prediction_rows
-from shoal.report.run_folder import DEFAULT_ROOT, RunLine
+from shoal.report.prediction_text import prediction_rows
+from shoal.report.run_folder import DEFAULT_ROOT
+from shoal.report.runs_table import OUTCOME_MARKS
 from shoal.report.timeline import draw
 from shoal.report.worker_output import clean
 
-_PARTS_IN_ORDER = ("compute", "merge", "wait", "data", "apply", "other")
-_MARKS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 _SPELLED = {"×": "x", "…": "...", "–": "-", "µ": "u", "✔": "ok", "✘": "failed", "■": "stopped"}
 RowMaker = Callable[[Report], Iterable[Row]]
 MEMBERS = "members"  # the row that is a drawing
@@ -71,49 +68,23 @@ def _encodable(line: Text, options: ConsoleOptions) -> Text:
 def rows(report: Report, *, details: bool = False) -> list[Row]:
     """`details` adds predicted and measured times, the histogram of staleness and a row per server, and to the rows of
     a short run those of a long one."""
-    if is_brief(report) and not details:
-        parts: tuple[RowMaker, ...] = (
-            _failure,
-            _weights,
-            _results,
-            _loss_scale,
-            _notes,
-            _layout,
-            _brief_speed,
-            _brief_step,
-            _model_shards,
-        )
-        parts += (_brief_traffic, servers_text.servers, incident_rows, _members, _files, _more, _next)
-    else:
-        parts = (_failure, _weights, _results, _loss_scale, _notes, _layout, _speed, _step, _lanes, _model_shards)
-        parts += (_traffic, servers_text.servers)
-        parts += (servers_text.staleness, servers_text.server_rows, prediction_rows) if details else ()
-        parts += (incident_rows, _members, _most_gain, _files, _next)
+    first: tuple[RowMaker, ...] = (_failure, _weights, _results, _loss_scale, _notes, _layout)
+    last: tuple[RowMaker, ...] = (incident_rows, _members, speed_rows.most_gain, _files, _next)
+    middle: tuple[RowMaker, ...] = (speed_rows.speed, speed_rows.step, speed_rows.lanes, _model_shards)
+    middle += (speed_rows.gradients, servers_text.servers)
+    if details:
+        middle += (servers_text.staleness, servers_text.server_rows, prediction_rows)
+    elif is_brief(report):
+        middle = (speed_rows.brief_speed, speed_rows.brief_step, _model_shards)
+        middle += (speed_rows.brief_gradients, servers_text.servers)
+        last = (incident_rows, _members, _files, _more, _next)
+    parts = (*first, *middle, *last)
     return [row for part in parts for row in part(report)]
 
 
 def is_brief(report: Report) -> bool:
     """Whether the run was too short to judge its speed by."""
     return bool(report["seconds"] < BRIEF_SECONDS or report["steps"] < BRIEF_STEPS)
-
-
-def runs_table(lines: Iterable[RunLine]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("run", "job", "workers", "outcome", "steps", "loss", "measured", "when"):
-        right, whole = name in ("workers", "steps", "loss"), name not in ("run", "job", "measured")
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=whole)
-    for line in lines:
-        table.add_row(
-            Text(line.path if line.elsewhere else line.id),
-            Text(line.job),
-            "?" if line.workers is None else str(line.workers),
-            Text(line.outcome, style=_MARKS.get(line.outcome, ("", "dim"))[1]),
-            f"{line.steps:,}",
-            human.value(line.loss) if line.loss is not None else "",
-            Text("  ".join(f"{metric_label(name)} {human.value(number)}" for name, number in line.metrics.items())),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(line.when)),
-        )
-    return table
 
 
 def _loss_scale(report: Report) -> Iterator[Row]:
@@ -146,7 +117,7 @@ def _model_shard_line(each: Mapping[str, Any]) -> str:
 
 
 def _title(report: Report) -> Text:
-    mark, style = _MARKS.get(report["outcome"], ("?", "bold"))
+    mark, style = OUTCOME_MARKS.get(report["outcome"], ("?", "bold"))
     steps, samples, seconds = report["steps"], report["samples"], human.duration(report["seconds"])
     job = report["job"] or "run"
     if report["outcome"] == "done":
@@ -251,56 +222,6 @@ def _target_text(report: Report) -> str | None:
     return f"{words} reached{after} (step {target['step']:,})"
 
 
-def _brief_speed(report: Report) -> Iterator[Row]:
-    text = _rate(report)
-    if text:
-        yield "speed", f"{text} on {human.plural(report['workers'], 'worker')}"
-
-
-def _rate(report: Report) -> str:
-    if report["samples_per_second"] is None:
-        return ""
-    text = f"{human.rate(report['samples_per_second'])} samples/s"
-    if report.get("tokens_per_second") is not None:
-        text += f", {human.rate(report['tokens_per_second'])} tokens/s"
-    return text
-
-
-def _speed(report: Report) -> Iterator[Row]:
-    text, speedup = _rate(report), report["speedup"]
-    if not text:
-        return
-    if report["workers"] == 1:
-        yield from _brief_speed(report)
-        return
-    if speedup["over_one_worker"] is not None:
-        text += f": {human.times(speedup['over_one_worker'])} worker {speedup.get('reference_worker') or 0} alone"
-        if speedup["possible"] is not None:
-            text += f"; these {report['workers']} workers could give {human.times(speedup['possible'])}"
-    yield "speed", text
-    parallel = speedup["parallel_fraction"]
-    if parallel is not None:
-        limit = f"limit {human.times(speedup['amdahl_limit'])}" if speedup["amdahl_limit"] else "law sets no limit"
-        gustafson = f"Gustafson at {report['workers']} workers {human.times(speedup['gustafson'])}"
-        yield "", f"parallel part {human.percent(parallel)}: Amdahl's {limit}, {gustafson} ({speedup['basis']})"
-
-
-def _step(report: Report) -> Iterator[Row]:
-    for label, text in _brief_step(report):
-        yield label, f"{text}{predicted_text(report)}"
-
-
-def _brief_step(report: Report) -> Iterator[Row]:
-    step_ms = report["step_ms"]
-    if step_ms is None:
-        return
-    total, parts = human.parts_that_add_up(
-        {part: step_ms[part] for part in _PARTS_IN_ORDER}, human.decimals(step_ms["total"])
-    )
-    split = " + ".join(f"{name} {ms}" for name, ms in parts.items() if float(ms))
-    yield "a step", f"{total} ms = {split}"
-
-
 def _notes(report: Report) -> Iterator[Row]:
     for number, text in enumerate(report.get("notes") or []):
         yield "note" if number == 0 else "", text
@@ -309,48 +230,6 @@ def _notes(report: Report) -> Iterator[Row]:
 def _layout(report: Report) -> Iterator[Row]:
     if report.get("layout_reason"):
         yield "layout", f"{report['layout']}: {report['layout_reason']}"
-
-
-def _lanes(report: Report) -> Iterator[Row]:
-    cost = report["lane_cost"]
-    if cost is None or cost["share_of_step"] is None:
-        return
-    held = human.plural(report["lanes"], "lane")
-    separate, joint = (human.milliseconds(1000 * cost[key]) for key in ("separate_seconds", "joint_seconds"))
-    share = f"{human.percent(cost['share_of_step'])} of the step"
-    compared = f" ({cost['lanes']} one by one {separate} ms, at once {joint} ms)" if cost["lanes"] > 1 else ""
-    yield "lanes", f"{held} on {human.plural(report['workers'], 'worker')} cost {share}{compared}"
-
-
-def _brief_traffic(report: Report) -> Iterator[Row]:
-    """Gradients that leave the host, or were meant to travel in another way than they did."""
-    traffic = report.get("traffic")
-    if traffic and (traffic["transport"] not in ("", "shared memory") or traffic["unused_levels"] or traffic["reason"]):
-        yield from _traffic(report)
-
-
-def _traffic(report: Report) -> Iterator[Row]:
-    traffic = report.get("traffic")
-    if not traffic:
-        return
-    direct = {"shared memory": ["through shared memory"], "": ["one worker: they do not travel"]}
-    rows = direct.get(traffic["transport"], [])
-    if traffic["reason"]:
-        rows.append(traffic["reason"])
-    for level in ("host", "rack"):
-        if level in traffic["levels"]:
-            rows.append(_level(level, traffic["levels"][level]))
-    rows += [unused_level_text(traffic["compressors"][level], level) for level in traffic["unused_levels"]]
-    yield from zip(["gradients"] + [""] * len(rows), rows, strict=False)
-
-
-def _level(level: str, facts: Mapping[str, Any]) -> str:
-    text = f"{human.size(facts['bytes_per_step'])} a step between {level}s"
-    if not facts["compressor"]:
-        return text
-    total = facts["bytes"] + facts["bytes_saved"]
-    text += f": {facts['compressor']} saved {human.percent(facts['bytes_saved'] / total)} of {human.size(total)}"
-    return text if facts["error"] is None else f"{text}, with an error of {100 * facts['error']:.2g} %"
 
 
 def _members(report: Report) -> Iterator[Row]:
@@ -364,15 +243,6 @@ def _timeline(report: Report, width: int, ascii_only: bool) -> list[str]:
         return []
     spans = msgspec.convert(report.get("membership") or [], list[ParticipationSpan])
     return draw(spans, read_incidents(report), began=began, ended=ended, width=width, ascii_only=ascii_only)
-
-
-def _most_gain(report: Report) -> Iterator[Row]:
-    gain = report["most_gain"]
-    if gain is None:
-        return
-    rest = "worker 0" if report["workers"] == 2 and gain["worker"] == 1 else "the rest"
-    slower = f"worker {gain['worker']} is {human.times(gain['times_slower'])} slower than {rest}"
-    yield "most gain", f"{slower}; one like the others would make a step {human.milliseconds(gain['step_ms'])} ms"
 
 
 def _files(report: Report) -> Iterator[Row]:
