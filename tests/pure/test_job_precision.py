@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.driver.check_plan import check_server_job
+from shoal.driver.check_plan import check_server_job, goes_with_servers
+from shoal.driver.job_space import job_space
 from shoal.errors import JobError, PlanError
 from shoal.job.accumulate import parse_accumulation
 from shoal.job.freeze import active_patterns, check_names, is_frozen, matches
@@ -20,6 +21,8 @@ from shoal.numerics.grad_norm import all_finite
 from shoal.numerics.sampling import SampleSchedule
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.replica import ModelReplica
+from shoal.planner.cluster import even_cluster
+from shoal.planner.trace_job import workload_of
 from shoal.testing import dropout_net, job_for, tied_language_model
 from shoal.worker.frozen_parameters import FrozenParameters
 from shoal.worker.job_optimizer import build_optimizer
@@ -117,7 +120,19 @@ def test_servers_refuse_what_they_cannot_do_in_one_sentence() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             check_server_job(job_for(dropout_net, **fields), 1)  # type: ignore[arg-type]
+        assert not goes_with_servers(job_for(dropout_net, **fields))  # type: ignore[arg-type]
     check_server_job(job_for(dropout_net, accumulate=2, freeze={"0": 3}), 1)
+
+
+def test_a_plan_offers_no_servers_to_a_job_that_they_refuse() -> None:
+    job, cluster = job_for(dropout_net), even_cluster(hosts=2)
+
+    def servers(job: shoal.Job) -> tuple[int, ...]:
+        source = job.open_data()
+        return job_space(job, source, workload_of(job, source), cluster).servers
+
+    assert servers(job)
+    assert not servers(job.changed(precision="fp16")) and not servers(job.changed(ema=0.9))
 
 
 def test_numbers_that_are_not_finite_are_found() -> None:

@@ -17,9 +17,21 @@ def check_compile(job: Job, plan: Plan) -> None:
         raise PlanError(f"compile=True does not go with {what}", fix="compile=False, or another layout")
 
 
+def goes_with_servers(job: Job) -> bool:
+    try:
+        check_server_job(job, 1)
+    except PlanError:
+        return False
+    return not _monitors(job) and not job.sync_batchnorm
+
+
+def _monitors(job: Job) -> list[str]:
+    return [name for name in ("callbacks", "patience", "keep_best", "ema") if getattr(job, name)]
+
+
 def check_monitoring(job: Job, plan: Plan) -> None:
     """Raises PlanError where the plan cannot call the job's callbacks, or has no place for its average."""
-    asked = [name for name in ("callbacks", "patience", "keep_best", "ema") if getattr(job, name)]
+    asked = _monitors(job)
     if asked and plan.servers:
         raise PlanError(
             f"{asked[0]} does not go with --servers {plan.servers}: servers hold the weights and the optimizer, and the"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.driver.check_plan import check_compile, check_sync_batchnorm
+from shoal.driver.check_plan import check_compile, check_sync_batchnorm, goes_with_servers
 from shoal.errors import ShoalError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
@@ -21,6 +21,8 @@ def job_space(
     space = space_of(work, cluster, workers=workers)
     if job.compile:  # as `check_compile` has it
         space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
+    if not goes_with_servers(job):
+        space = replace(space, servers=())
     if exact:
         return without_inexact(space)
     return replace(space, tensors=tensor_parallel_sizes(job, source, space.tensors))
