@@ -207,7 +207,7 @@ def test_data_that_cannot_be_ordered(data: object, text: str, tmp_path: Path) ->
 
 
 def test_tensorboard_that_is_not_installed(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     write_job(tmp_path)
     result = call("train", "job.py", "--tensorboard")
     assert_plain(result, "needs the package tensorboard, which is missing", "pip install 'shoal[tensorboard]'")

@@ -244,7 +244,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("wandb", "wandb", "pip install wandb"),
         ("mlflow", "mlflow", "pip install mlflow"),
-        ("tensorboard", "torch.utils.tensorboard", "pip install 'shoal[tensorboard]'"),
+        ("tensorboard", "tensorboard", "pip install 'shoal[tensorboard]'"),
     ],
 )
 def test_a_missing_package_is_said_before_anything_starts(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,6 +78,12 @@ def split_loggers(given: Sequence[str | Logger]) -> tuple[str, list[Logger]]:
     return ",".join(names), own
 
 
-def missing_package(name: str, error: ImportError, command: str) -> InputError:
-    """For a logger whose package is not installed."""
-    return InputError(f"--log {name} needs the package {name}, which is missing ({error})", fix=command)
+def require_package(name: str, command: str) -> None:
+    """Raises InputError where a package is not installed. Does not import it: that is for `begin`, when the processes
+    of the run are forked, since a package may start threads."""
+    try:
+        found = find_spec(name) is not None
+    except ValueError:  # it is there, and does not know where from
+        found = True
+    if not found:
+        raise InputError(f"--log {name} needs the package {name}, which is missing", fix=command)

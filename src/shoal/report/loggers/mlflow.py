@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.report.loggers.logger import LoggedRun, missing_package
+from shoal.report.loggers.logger import LoggedRun, require_package
 
 RUN_FILE = "mlflow.json"  # in the run's folder: the id under which a resumed run goes on
 PARAMETER_LENGTH = 500
@@ -16,19 +16,18 @@ STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 class MlflowLogger:
     def __init__(self) -> None:
-        try:
-            from mlflow.entities import Metric, Param
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise missing_package("mlflow", error, "pip install mlflow") from error
-        self._client_kind, self._metric, self._parameter = MlflowClient, Metric, Param
+        require_package("mlflow", "pip install mlflow")
         self._client: Any = None
+        self._metric: Any = None  # the package's class
         self._id = ""
 
     def begin(self, run: LoggedRun) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)  # they tell how they make a database
-        self._client = self._client_kind()
+        self._client, self._metric = MlflowClient(), Metric
         known = run.folder / RUN_FILE
         if known.exists():
             self._id = json.loads(known.read_text())["run_id"]
@@ -39,7 +38,7 @@ class MlflowLogger:
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         self._id = self._client.create_run(experiment, run_name=f"{run.job} {run.id}").info.run_id
         texts = {key: str(value)[:PARAMETER_LENGTH] for key, value in run.config.items() if value is not None}
-        self._client.log_batch(self._id, params=[self._parameter(key, text) for key, text in texts.items()])
+        self._client.log_batch(self._id, params=[Param(key, text) for key, text in texts.items()])
         known.write_text(json.dumps({"run_id": self._id}))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -5,31 +5,29 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.report.loggers.logger import LoggedRun, missing_package
+from shoal.report.loggers.logger import LoggedRun, require_package
 
 SUMMARY = ("outcome", "weights_sha256", "final_loss", "steps", "samples_per_second", "stopped")  # of the report
 
 
 class WandbLogger:
     def __init__(self) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_package("wandb", error, "pip install wandb") from error
-        self._wandb: Any = wandb
+        require_package("wandb", "pip install wandb")
         self._run: Any = None
 
     def begin(self, run: LoggedRun) -> None:
         """A resumed run goes on under the id that its folder gave it."""
+        import wandb
+
         place = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:8]
-        self._run = self._wandb.init(
+        self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "shoal"),
             id=f"{run.id}-{place}",
             name=f"{run.job} {run.id}",
             dir=str(run.folder),
             config=dict(run.config),
             resume=None if run.resumed_from is None else "allow",
-            settings=self._wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("*", step_metric="step")  # steps of its own may not go back, and ours can
 
