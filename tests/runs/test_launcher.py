@@ -279,7 +279,7 @@ def test_an_error_names_worker_step_lane_and_the_users_line(
         f"error: worker {rank}, step 5, lane {lane}: ValueError: bad label 7",
         f"  job.py:{line}  in check:  raise ValueError('bad label 7')",
         "  nothing of step 5 was applied",
-        "  checkpoint: step 4",
+        "  checkpoint: step 5",
         f"  log: run/worker-{rank}.log",
     ]
     assert "Traceback" not in result.err

@@ -91,7 +91,7 @@ def _add_flag(parser: Any, each: ConfigField, text: str, *, common: bool) -> Non
     elif each.number is not None:
         more["type"] = each.number
     elif "metavar" not in more:
-        more["action"] = "store_true"
+        more["action"] = argparse.BooleanOptionalAction if each.default is True else "store_true"
     flags = [*([each.more["short"]] if "short" in each.more else []), f"--{each.flag}"]
     if common:
         parser.add_argument(*flags, default=argparse.SUPPRESS, help=text, **more)

@@ -75,11 +75,13 @@ class LaneBuffers:
         self.names = [name for name, buffer in model.named_buffers() if not buffer.is_meta]
         owners = [owner_of(model, name) for name in self.names]
         self.snapshots = [_BufferSnapshot(module=module, leaf=leaf, start=torch.empty(0)) for module, leaf in owners]
+        self._within_step = False
 
     def start_values(self) -> list[Tensor]:
         return [kept.start for kept in self.snapshots]
 
     def begin_step(self) -> None:
+        self._within_step = True
         for kept in self.snapshots:
             kept.capture()
 
@@ -116,12 +118,15 @@ class LaneBuffers:
             kept.module._buffers[kept.leaf] = tensor
 
     def drop(self) -> None:
-        """Restores the buffers of the step's start."""
-        self.begin_lane()
+        """Restores the buffers of the step's start. Between two steps there is nothing to restore."""
+        if self._within_step:
+            self.begin_lane()
+        self._within_step = False
 
     def commit(self, reduced: list[Tensor | None], unchanged_weights: list[float]) -> None:
         """`unchanged_weights`: the weight of the lanes that left a buffer alone; they count with its old value."""
         self.begin_lane()
+        self._within_step = False
         with torch.no_grad():
             for kept, share, rest in zip(self.snapshots, reduced, unchanged_weights, strict=True):
                 if share is not None:

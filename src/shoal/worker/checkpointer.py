@@ -170,6 +170,14 @@ class Checkpointer:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running = self._thread.submit(self._write, self.directory, snapshot, task)
 
+    def save_alone(self, step: int, progress: dict[str, Any]) -> None:
+        """Captures the whole state and writes it here and now, whichever worker writes otherwise."""
+        if self.directory is None:
+            return
+        self._wait()
+        if self.directory.of_step(step) is None:
+            self._write(self.directory, self.live.capture(step, progress, self._buffers), None)
+
     def _already_written(self, step: int, token: str, state_shard: StateShard) -> bool:
         """False if the leader was lost or gave up since this worker wrote its shard: the shard is written again."""
         assert self.directory is not None

@@ -87,6 +87,7 @@ class CollectiveWorker:
         return result.overflowed
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
+        self.run.update_complete = True
         if self.opened.evaluation_due(batch.step + 1, self.run.schedule):
             self._evaluate(batch.step + 1)
         self.run.end_step()

@@ -190,6 +190,13 @@ class ElasticMembership:
         with suppress(StoreUnavailable):
             self._store.put("request", msgspec.json.encode(RunRequest(stop=True, failed=reason)))
 
+    def claim_save(self, step: int) -> bool:
+        try:
+            key = f"saves/{self.generation}/{step}"
+            return self._store.swap(key, str(self.worker_id).encode(), 0) is not None
+        except StoreUnavailable:
+            return True  # two writers at once do no harm
+
     def stop_watching(self) -> None:
         self._watched = None
 

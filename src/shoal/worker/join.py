@@ -25,6 +25,7 @@ from shoal.worker.build_model import whole_model
 from shoal.worker.context import current_context
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers, SchedulerGroup
 from shoal.worker.run import Run
+from shoal.worker.save_on_error import save_on_error
 from shoal.worker.training_state import TrainingSetup
 
 _joined: tuple[int, Run] | None = None  # the process that joined, and its run: a forked worker inherits neither
@@ -162,13 +163,19 @@ def as_job(model: nn.Module, source: DataSource, **given: Any) -> Job:
 
 
 def finish_joined() -> None:
-    """Ends a run whose loop was left early, unless an error ended it."""
+    """Ends a run whose loop was left early. If an error ended it, the last whole step is saved."""
     run = joined_run()
     if run is not None and not run.finished:
-        if getattr(sys, "last_value", None) is None:
+        error = getattr(sys, "last_value", None)
+        if error is None:
             run.finish()
-        else:
-            run.close()
+            return
+        lines = save_on_error(run, error, f"worker {run.worker}: {type(error).__name__}")
+        run.close()
+        if run.saved_step >= 0:
+            lines.append(f"checkpoint: step {run.saved_step}; resume=True in shoal.join goes on from there")
+        for line in lines:
+            print(line, file=sys.stderr)
 
 
 def joined_run() -> Run | None:

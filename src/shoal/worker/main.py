@@ -21,6 +21,7 @@ from shoal.worker.join import finish_joined, joined_run
 from shoal.worker.membership import MODEL_SHARD_LOST, ModelShardLost, WorkerEvicted
 from shoal.worker.memory import is_out_of_memory
 from shoal.worker.run import Run
+from shoal.worker.save_on_error import save_on_error
 from shoal.worker.script_process import begin_script, refuse_idle_job
 from shoal.worker.trainer import train
 
@@ -102,6 +103,8 @@ def reporting_failures(context: WorkerContext, log: str) -> Iterator[list[int]]:
         run = own_run()
         code[0] = error.exit_code if isinstance(error, ShoalError) else 1
         event = failure_event(error, context.rank, run, log, limit=context.config.parallel.memory_bytes)
+        if run is not None:
+            event.where.extend(save_on_error(run, error, f"worker {context.rank}: {event.message}"))
         context.channel.emit(event)
         print(TRACEBACK_FOLLOWS, file=sys.stderr)
         traceback.print_exc()
@@ -129,7 +132,7 @@ def failure_event(error: BaseException, rank: int, run: Run | None, log: str, li
         text = str(error).split("\n")[0]
         message = f"{kind}: {text}" if text else kind
         where = user_line(error) + list(getattr(error, "__notes__", ()))
-        if run is not None:
+        if run is not None and run.applied_step == step:
             where.append(f"nothing of step {step} was applied")
     return WorkerFailed(
         rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,

@@ -89,6 +89,10 @@ class RunMembership(Protocol):
         """Ends the run for all workers: an error of the user's code, or of the job."""
         return
 
+    def claim_save(self, step: int) -> bool:
+        """Whether this worker, of those that an error has ended, is the one to save this step."""
+        return True
+
     def stop_watching(self) -> None:
         """Nothing is left to do together: a worker that ends now is not lost."""
         return

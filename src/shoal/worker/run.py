@@ -59,6 +59,8 @@ class Run(RunState):
         self.leader_stop_reason = ""  # this worker, the leader, wants the run to end after the next step
         self._batch: Batch | None = None  # of the step under way
         self._committed: CommittedStep | None = None
+        self._applying = False  # the gradient is being written, or the update is under way
+        self.update_complete = False  # the loop has said that the update of the step under way is whole
         self._optimizers = LoopOptimizers(
             setup.optimizers or {NAME_OF_ONE: setup.optimizer}, self.update.optimizer_params
         )
@@ -78,6 +80,13 @@ class Run(RunState):
     def saved_step(self) -> int:
         """The step of the newest checkpoint that this worker knows of; -1 before the first."""
         return self.checkpoints.saved_step
+
+    @property
+    def applied_step(self) -> int | None:
+        """How many steps the state has seen; None while one is being applied."""
+        if self._committed is not None and self.update_complete:
+            return self._committed.batch.step + 1
+        return None if self._applying or self._committed is not None else self.step
 
     @property
     def committed_result(self) -> StepResult | None:
@@ -143,6 +152,7 @@ class Run(RunState):
             scaler.scale(torch.zeros(()))  # makes the scale, which a worker without samples would not do
             step_input = replace(step_input, loss_scale=scaler.get_scale(), keeps_scale=True)
         generation, result = self._step(step_input, closure)
+        self._applying = not result.not_finite or which.number > 0  # without a gradient nothing was written
         self.check_finite(batch.step, result, which)
         self._committed = CommittedStep(batch, result, generation, which)
         self.commit_generation = generation
@@ -176,12 +186,14 @@ class Run(RunState):
                 self.membership.vote(further=step_input.backward_pass.number > 0)
                 self.strategy.commit(reduced)
                 self.membership.commit()
+                self._applying = True
                 return generation, self.strategy.write_gradients(reduced)
             except PeerLost as error:
                 recovery = self._recovery.recover(error, inside_step=True)
             if self._recovery.commit_found:  # another worker has committed the step, so the sums here are whole
                 self._recovery.commit_found = False
                 assert reduced is not None
+                self._applying = True
                 result = self.strategy.write_gradients(reduced)
                 self._recovery.regroup(recovery, redone=0, next_step=step_input.step + 1)
                 return generation, result
@@ -245,6 +257,7 @@ class Run(RunState):
             raise JobError(message, fix="run.backward(batch, closure)")
         self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
         committed, self._committed, self._batch = self._committed, None, None
+        self._applying = self.update_complete = False
         result = committed.result
         self.step = committed.batch.step + 1
         self.membership.set_busy(False)
@@ -321,7 +334,11 @@ class Run(RunState):
 
     def save(self) -> None:
         """Writes a checkpoint of the last step while training goes on."""
-        self.checkpoints.save(self.step, self.progress(), token=f"{self.step} {' '.join(map(str, self.writers))}")
+        self.checkpoints.save(self.step, self.progress(), token=self.checkpoint_token(self.step))
+
+    def checkpoint_token(self, step: int) -> str:
+        """Equal on all workers that write shards of this checkpoint together."""
+        return f"{step} {' '.join(map(str, self.writers))}"
 
     def _save_checkpoint(self) -> None:
         self.report()  # all before the checkpoint is on record: a resumed run does not report it again

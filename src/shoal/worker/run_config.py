@@ -184,6 +184,7 @@ class Checkpoint(ConfigGroup):
         False, "go on with a run (folder, id, or nothing: the newest), on any workers", "RUN", nargs="?", const=True
     )
     stop_after: int | None = option(None, "stop after this step, resumable", "N", least=1)
+    save_on_error: bool = option(True, "an error ends the run: save the last whole step first (on)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +278,7 @@ class ConfigField:
     name: str
     flag: str | None  # without dashes
     text: str
+    default: Any
     choices: tuple[str, ...]  # the known words; empty: any
     more: dict[str, Any]  # see `option`
 
@@ -311,7 +313,8 @@ def config_fields(group: str = "") -> Sequence[ConfigField]:
         more, hint = dict(each.metadata), hints[each.name]
         text, flag = more.pop("text"), more.pop("flag", each.name.replace("_", "-"))
         choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-        found.append(ConfigField(group=group, name=each.name, text=text, flag=flag, choices=choices, more=more))
+        known = {"group": group, "name": each.name, "text": text, "default": each.default}
+        found.append(ConfigField(**known, flag=flag, choices=choices, more=more))
     return found
 
 
