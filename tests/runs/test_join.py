@@ -185,13 +185,22 @@ def test_calling_backward_twice(call: Caller) -> None:
     write(each="run.backward(batch, closure)")
     text = failed(call)
     assert "run.backward was called twice for one batch" in text
-    assert "fix: one run.backward per item of run.batches()" in text
+    assert "fix: one run.backward per item of run.batches(), or one for each optimizer:" in text
+
+
+def test_unpacking_a_batch(call: Caller) -> None:
+    write()
+    path = Path("loop.py")
+    path.write_text(path.read_text().replace("for batch in run.batches():", "for a, b in run.batches():"))
+    text = failed(call, workers=1)
+    assert "an item of run.batches() is a global batch, not its tensors" in text
+    assert "fix: for batch in run.batches(): loss = run.backward(batch, lambda b:" in text
 
 
 def test_weights_that_depend_on_the_worker(call: Caller) -> None:
-    write(each="if run.rank == 1 and batch.step == 4:\n    with torch.no_grad():\n        model[3].bias[0] += 1e-7")
+    write(each="if run.rank == 1 and batch.step == 2:\n    with torch.no_grad():\n        model[3].bias[0] += 1e-7")
     text = failed(call)
-    assert "step 12: worker 1 and worker 0 hold different weights, first in 3.bias" in text
+    assert "step 4: worker 1 and worker 0 hold different weights, first in 3.bias" in text
     assert "depends on the worker" in text
 
 

@@ -4,6 +4,7 @@ docs/exact.md rules 4 (tied weights), 6 (alignment) and 14 (seeds) are kept here
 activation_checkpoint.py.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,8 +56,8 @@ class ModelReplica:
         self._hooks = []
         for number, name in enumerate(blocks.names, start=1):
             module = model.get_submodule(name)
-            self._hooks.append(module.register_forward_pre_hook(self._before(number)))
-            self._hooks.append(module.register_forward_hook(self._after(number)))
+            self._hooks.append(module.register_forward_pre_hook(outside_graphs(self._before(number))))
+            self._hooks.append(module.register_forward_hook(outside_graphs(self._after(number))))
         self._recompute = ActivationRecompute(self, blocks) if recompute else None
 
     def _before(self, number: int) -> Any:
@@ -170,6 +171,12 @@ class ModelReplica:
         if self._recompute is not None:
             self._recompute.close()
         _tie(self.model, dict(self.parameters), self.tied_leaves)
+
+
+def outside_graphs(hook: Any) -> Any:
+    """A hook that torch.compile leaves between its graphs: a graph would draw from a stream of its own."""
+    dynamo = sys.modules.get("torch._dynamo")  # loaded where anything is compiled
+    return hook if dynamo is None else dynamo.disable(hook)
 
 
 def sum_tied(gradients: Sequence[Tensor | None]) -> Tensor | None:

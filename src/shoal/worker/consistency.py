@@ -55,6 +55,12 @@ def agree_on_weights(group: WorkerGroup, tensors: Mapping[str, int], step: int) 
             )
 
 
+def is_early_check(step: int) -> bool:
+    """Whether a loop of the user's own is checked after this step, beside the checks at checkpoints: a mistake in it
+    shows in the first steps, so they are checked more often."""
+    return step & (step - 1) == 0
+
+
 def broadcast_weights(model: nn.Module, group: WorkerGroup) -> None:
     """Every worker begins with worker 0's weights, however its own were made."""
     with torch.no_grad():

@@ -22,6 +22,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.plan import make_plan, too_few_lanes
 from shoal.report.atomic_write import write_json
 from shoal.worker.build_model import whole_model
+from shoal.worker.compiled_model import is_compiled, unwrap_compiled
 from shoal.worker.context import current_context
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers, SchedulerGroup
 from shoal.worker.run import Run
@@ -59,6 +60,7 @@ def join(
     run_dir, resume   only when started alone; `shoal run` has flags for both
     """
     global _joined
+    compiled = any(map(is_compiled, model.values() if isinstance(model, Mapping) else [model]))
     model, optimizers = as_one_model(model), as_named(optimizer)
     context = current_context(Path(run_dir) if run_dir is not None else None, resume)
     context.before_join()
@@ -73,6 +75,7 @@ def join(
         seed=seed,
         blocks=blocks,
         threads=threads,
+        compile=compiled,
         checkpoint_every=checkpoint_every,
     )
     schedule = checked.schedule(source.samples)
@@ -129,10 +132,10 @@ def join(
 def as_one_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
     """Several models as one, whose tensors have the model's name before their own."""
     if not isinstance(model, Mapping):
-        return model
+        return unwrap_compiled(model)
     try:
-        return nn.ModuleDict(model)
-    except (KeyError, TypeError) as error:
+        return nn.ModuleDict({name: unwrap_compiled(each) for name, each in model.items()})
+    except (KeyError, TypeError, AttributeError) as error:
         raise JobError(
             f"shoal.join: the models {', '.join(map(repr, model))} cannot be named so: {error}",
             fix='names of letters, each with a torch.nn.Module: {"generator": g, "discriminator": d}',

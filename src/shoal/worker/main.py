@@ -15,6 +15,7 @@ from shoal.numerics.user_frames import user_line
 from shoal.report import human
 from shoal.report.events import WorkerFailed, WorkerLeft
 from shoal.worker.collective_worker import CollectiveWorker
+from shoal.worker.compiled_model import compiler_error
 from shoal.worker.context import WorkerContext, install_context
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.join import finish_joined, joined_run
@@ -122,6 +123,7 @@ def failure_event(error: BaseException, rank: int, run: Run | None, log: str, li
     """`limit`: bytes that the worker may use."""
     if is_out_of_memory(error):
         error = _out_of_memory(error, limit)
+    error = compiler_error(error) or error
     step = None if run is None else run.step
     lane = None if run is None else run.strategy.current_lane
     if isinstance(error, ShoalError):

@@ -29,6 +29,7 @@ from shoal.numerics.seeds import LOOP, pass_seed, seed_everything
 from shoal.parallel.plan import Plan
 from shoal.parallel.step import BackwardPass, Closure, ReducedStep, StepInput, StepResult
 from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported
+from shoal.worker.consistency import is_early_check
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import MIN_SPEEDUP
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers
@@ -285,6 +286,8 @@ class Run(RunState):
         if self.save_wanted or any(request & SAVE for request in result.requested):
             self.save_wanted = False
             self._save_checkpoint()
+        elif self.objective is None and is_early_check(self.step):
+            self._compare_weights()
         self._recovery.change_members(result.requested, committed.generation)
 
     def _record_recovery(self) -> None:
@@ -343,11 +346,7 @@ class Run(RunState):
     def _save_checkpoint(self) -> None:
         self.report()  # all before the checkpoint is on record: a resumed run does not report it again
         began = time.perf_counter()
-        try:
-            if self.all_at_same_step:
-                self.check_same_weights({name: quick_digest(tensor) for name, tensor in self.named_tensors()})
-        except PeerLost as error:
-            self._recovery.recover_and_regroup(error)  # the weights are compared at the next checkpoint
+        self._compare_weights()
         while True:
             try:
                 self.save()
@@ -355,6 +354,14 @@ class Run(RunState):
             except PeerLost as error:  # it may be a writer of the checkpoint before, which this one waits for
                 self._recovery.recover_and_regroup(error)
         self.checkpoints.record_save(self.step, time.perf_counter() - began)
+
+    def _compare_weights(self) -> None:
+        """All workers hold the same weights, or the run ends with an error that names who does not."""
+        try:
+            if self.all_at_same_step and self.workers > 1:
+                self.check_same_weights({name: quick_digest(tensor) for name, tensor in self.named_tensors()})
+        except PeerLost as error:
+            self._recovery.recover_and_regroup(error)  # the weights are compared at the next checkpoint
 
     def finish(self) -> None:
         """Ends the run: writes the last checkpoint, and reports the sha256 of the trained weights."""
