@@ -1,14 +1,16 @@
 """Scripts as people write them on their first day (examples/first_day): each is run by the command, on 1 and 2."""
 
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from helpers.command import shoal
+from helpers.command import Caller, shoal
 from helpers.places import EXAMPLES
+from shoal.worker.elastic_membership import LOG_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,11 @@ TABLE = (
     FirstDay(
         script="resnet_batchnorm.py",
         command="verify {} --workers 1,2 --steps 4",
+        shows=(r"2 workers +[0-9a-f]{64} +equal",),
+    ),
+    FirstDay(
+        script="compiled.py",
+        command="verify {} --workers 1,2 --steps 6",  # the fifth batch is a short one
         shows=(r"2 workers +[0-9a-f]{64} +equal",),
     ),
     FirstDay(
@@ -95,3 +102,35 @@ def test_first_day(case: FirstDay, tmp_path: Path) -> None:
     printed = " ".join((result.out + result.err).split())
     for pattern in case.shows:
         assert re.search(pattern, printed), f"{pattern!r} is not in: {printed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoop:
+    """A script that joins: started on 1 and on 2 workers."""
+
+    script: str
+    shows: str  # a pattern of what its leader prints
+    losses: tuple[str, ...] = ()  # the optimizers that metrics.jsonl has a loss of
+
+
+LOOPS = (
+    OwnLoop(script="gan.py", shows=r"discriminator \d\.\d+ generator \d\.\d+", losses=("d", "g")),
+    OwnLoop(script="actor_critic.py", shows=r"9\d% of what the best levers bring", losses=("critic", "actor")),
+    OwnLoop(script="ema.py", shows=r"average \d+\.\d+ of 40 updates"),
+    OwnLoop(script="lora.py", shows=r"32% of the parameters trained, the rest unchanged"),
+)
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=lambda case: case.script)
+def test_own_loops_give_one_hash_on_one_and_two_workers(case: OwnLoop, call: Caller) -> None:
+    script = EXAMPLES / "first_day" / case.script
+    hashes, printed = set(), set()
+    for workers in ("1", "2"):
+        hashes.add(call.good("run", script, "--workers", workers, "--run-dir", workers, "--json").sha256)
+        lines = Path(workers, "worker-0.log").read_text().splitlines()
+        printed.add("\n".join(line for line in lines if not line.startswith(LOG_ONLY)))
+    assert len(hashes) == 1
+    assert len(printed) == 1, "what the leader prints is the same, to the last digit"
+    assert re.search(case.shows, printed.pop())
+    metrics = [json.loads(line) for line in Path("2", "metrics.jsonl").read_text().splitlines()]
+    assert set(metrics[-1].get("losses", {})) == set(case.losses)
