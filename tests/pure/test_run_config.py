@@ -29,7 +29,12 @@ def flags(command: str) -> dict[str, argparse.Action]:
     """All flags of a command, those of `--help-all` too, without dashes."""
     (commands,) = (each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction))
     actions = commands.choices[command]._actions
-    return {name.lstrip("-"): each for each in actions for name in each.option_strings if name.startswith("--")}
+    return {
+        name.lstrip("-"): each
+        for each in actions
+        for name in each.option_strings
+        if name.startswith("--") and not name.startswith("--no-")  # the same field, off
+    }
 
 
 def given(*words: str) -> RunConfig:
@@ -37,6 +42,11 @@ def given(*words: str) -> RunConfig:
 
 
 # -- fields and flags -------------------------------------------------------------------------------------------------
+
+
+def test_a_field_that_is_on_can_be_turned_off() -> None:
+    assert given().checkpoint.save_on_error
+    assert not given("--no-save-on-error").checkpoint.save_on_error
 
 
 def test_every_flag_of_a_run_has_a_field() -> None:

@@ -284,7 +284,7 @@ def test_an_error_names_worker_step_lane_and_the_users_line(
     ]
     assert "Traceback" not in result.err
     assert "Traceback" in (tmp_path / "run" / f"worker-{rank}.log").read_text()
-    assert newest(tmp_path / "run").snapshot.step == 4
+    assert newest(tmp_path / "run").snapshot.step == 5
 
 
 def test_an_error_without_words(call: Caller, tmp_path: Path) -> None:
