@@ -243,6 +243,29 @@ def test_the_count_of_a_model_that_shifts_its_labels() -> None:
     assert labels_kept({"labels": labels}) == 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "count"), [("GPT2LMHeadModel", 5), ("BertForMaskedLM", 7), ("T5ForConditionalGeneration", 7)]
+)
+def test_the_count_of_models_of_transformers(kind: str, count: int) -> None:
+    """GPT-2 shifts its labels, the others do not; what transformers calls the type of the loss does not tell."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "GPT2LMHeadModel": lambda: transformers.GPT2Config(
+            vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+        ),
+        "BertForMaskedLM": lambda: transformers.BertConfig(**small, intermediate_size=8),
+        "T5ForConditionalGeneration": lambda: transformers.T5Config(
+            vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+        ),
+    }
+    model = getattr(transformers, kind)(configs[kind]()).eval()
+    labels = torch.tensor([[1, 2, 3, -100], [4, 5, 6, 7]])
+    total, found = Objective(token_job(), model)({"input_ids": labels.clamp(0), "labels": labels})
+    assert found == count
+    assert torch.equal(total, model(input_ids=labels.clamp(0), labels=labels).loss * count)
+
+
 def test_lanes_are_uneven_when_a_sample_counts_for_different_numbers() -> None:
     counts = LaneCounts()
     counts.add(8, 4)
@@ -289,4 +312,7 @@ def test_an_error_inside_of_a_model_says_what_it_was_called_with() -> None:
     objective = Objective(token_job(loss=F.mse_loss), nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(TypeError) as raised:
         objective({"pixels": torch.ones(4, 3), "label": torch.ones(4)})
-    assert raised.value.__notes__ == ["the model (Sequential) was called with {pixels: 4×3 float32, label: 4 float32}"]
+    assert raised.value.__notes__ == [
+        "the model (Sequential) was called with {pixels: 4×3 float32, label: 4 float32}",
+        "its forward takes none of 'pixels', 'label' by name, and so it got the batch as it is",
+    ]

@@ -1,7 +1,7 @@
 """A job's loss of a model, in one call or in two halves: before and after the model's own forward."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,9 @@ class Objective:
         except Exception as error:
             # Of a model made of torch's own modules no line is the user's: this says what it was called with.
             error.add_note(f"the model ({type(self.model).__name__}) was called with {call}")
+            if isinstance(batch, Mapping) and call.args:
+                names = ", ".join(map(repr, batch))
+                error.add_note(f"its forward takes none of {names} by name, and so it got the batch as it is")
             raise
 
     def inputs(self, batch: Any) -> ModelCall:

@@ -50,7 +50,8 @@ class LaneStrategy(ABC):
 
     def __init__(self, setup: StepSetup) -> None:
         self.replica, self.lanes, self.microbatches = setup.replica, setup.lanes, setup.microbatches
-        if not self.lanes_can_meet and synced_norms(self.replica.model):
+        self.synced_norms = synced_norms(self.replica.model)
+        if self.synced_norms and not self.lanes_can_meet:
             raise PlanError(NO_MEETING, fix=NO_MEETING_FIX)
         self.groups = ParallelGroups.replicated(setup.group)
         self.assignment = tuple(setup.assignment)

@@ -21,13 +21,15 @@ from shoal.parallel.lane_threads import LaneThread, Meeting, MeetingPlace, check
 from shoal.parallel.local_step import LaneHolder, LocalStep
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.step import Closure, StepInput
-from shoal.parallel.sync_batchnorm import SyncedBatchNorm, combine_moments, synced_norms
+from shoal.parallel.sync_batchnorm import SyncedBatchNorm, combine_moments
 
 IDLE, AT_FORWARD, AT_BACKWARD, ENDED = range(4)  # what a worker says at a meeting
 PHASES = {"forward": AT_FORWARD, "backward": AT_BACKWARD}
 
 
 class MeetingHolder(LaneHolder, Protocol):
+    synced_norms: list[SyncedBatchNorm]
+
     def lane_owners(self) -> dict[int, int]: ...
 
 
@@ -63,7 +65,7 @@ class SyncedLocalStep(LocalStep):
                 fix="microbatches=1, or batch norm by lane (without sync_batchnorm)",
             )
         self.meetings = holder
-        self.norms = synced_norms(self.replica.model)
+        self.norms = holder.synced_norms
         self.names = {module: name for name, module in self.replica.model.named_modules()}
         self.values: dict[int, GradList] = {}  # by lane
 
@@ -170,8 +172,3 @@ class SyncedLocalStep(LocalStep):
         kind, number = place
         phase = next((name for name, each in PHASES.items() if each == kind), "")
         return (self.names[self.norms[number]], phase) if phase else None
-
-
-def lanes_meet(replica: ModelReplica) -> bool:
-    """Whether the model, as it is now, has a batch norm over the whole batch in training."""
-    return any(isinstance(each, SyncedBatchNorm) and each.training for each in replica.model.modules())
