@@ -34,7 +34,10 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--layout", "data=2,pipeline=2", "--workers", "3"],
         ["data 2 × pipeline 2 × tensor 1 = 4, but there are 3 workers", "--workers 4"],
     ),
-    "too many replicas": (["--layout", "data=5,pipeline=2"], ["5 replicas but 4 lanes", "--workers 8, or lanes=8"]),
+    "too many replicas": (
+        ["--layout", "data=5,pipeline=2"],
+        ["5 replicas but 4 lanes", "--workers 8, or --set lanes=8"],
+    ),
     "a plan and a layout": (["--plan", "plan.json", "--layout", "data=2"], ["--plan plan.json and a layout", "one of"]),
     "a layout twice": (["--layout", "data=2", "--pipeline", "2"], ["--layout data=2 and --pipeline", "one of them"]),
     "unknown schedule": (

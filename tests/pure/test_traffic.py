@@ -131,7 +131,8 @@ def test_verify_refuses_what_is_not_exact(call: Caller, monkeypatch: pytest.Monk
         (["--compress", "topk:2"], "topk keeps a share above 0 and up to 1 (100%), not '2'"),
         (["--algorithm", "rin"], "unknown algorithm 'rin'"),
         (["--algorithm", "rin"], "did you mean ring?"),
-        (["--algoritm", "ring"], "unknown option --algoritm\n  fix: did you mean --algorithm?"),
+        (["--algoritm", "ring"], "unknown option --algoritm\n"),
+        (["--algoritm", "ring"], "fix: did you mean --algorithm?"),
     ],
 )
 def test_what_is_not_known_is_said_before_anything_starts(call: Caller, options: list[str], message: str) -> None:

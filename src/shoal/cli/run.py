@@ -31,6 +31,9 @@ def refuse_unknown(unknown: list[str], found: argparse.Namespace, words: list[st
     if near:
         where = "arguments of the script come after --"
         return InputError(f"unknown option {unknown[0]}", where=where, fix=f"did you mean {near[0]}?")
+    if unknown[0].partition("=")[0].removeprefix("--") in JOB_ONLY:
+        text = f"unknown option {unknown[0]}: it is for jobs, and a script has none"
+        return InputError(text, fix="shoal train FILE; if it is the script's own: shoal run SCRIPT -- " + unknown[0])
     own, left = list[str](), list(unknown)
     for word in words:
         if left and word == left[0]:
