@@ -157,6 +157,14 @@ def test_a_script_that_fails_shows_its_line(call: Caller) -> None:
     assert "still here" in result.err, "what worker 0 printed"
 
 
+def test_a_script_that_asks_for_cuda_where_there_is_none(call: Caller) -> None:
+    result = run(call, "import os, torch\n\ntorch.cuda.set_device(int(os.environ['RANK']))\n", workers=1)
+    assert result.code == 1
+    assert "error: worker 0: the script asks for CUDA, and this machine has none (module 'torch._C' has no" in result.err
+    assert "  script.py:3  in <module>:  torch.cuda.set_device(int(os.environ['RANK']))" in result.err
+    assert "  fix: if torch.cuda.is_available(): before that line; on the CPU it is not needed" in result.err
+
+
 def test_a_script_that_is_not_python(call: Caller) -> None:
     result = run(call, "a = (\n")
     assert result.code == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError, ShoalError
+from shoal.job.cuda_errors import explain_cuda_error
 from shoal.job.job import Job
 from shoal.job.read_source import file_kind
 from shoal.job.settings import parse_setting
@@ -54,7 +55,8 @@ def _load(path: Path) -> Any:
     except (Exception, SystemExit) as error:
         line = _failing_line(path, error)
         message = f"{path} could not be loaded: {type(error).__name__}: {error}"
-        raise InputError(message, where=[line] if line else []) from error
+        explained, fix = explain_cuda_error(error, line or "") or (message, None)
+        raise InputError(explained, where=[line] if line else [], fix=fix) from error
     return module
 
 

@@ -9,18 +9,15 @@ from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from shoal.errors import PeerLost, RunError, ShoalError
+from shoal.errors import ShoalError
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
-from shoal.numerics.user_frames import user_line
-from shoal.report import human
-from shoal.report.events import WorkerFailed, WorkerLeft
+from shoal.report.events import WorkerLeft
 from shoal.worker.collective_worker import CollectiveWorker
-from shoal.worker.compiled_model import compiler_error
 from shoal.worker.context import WorkerContext, install_context
+from shoal.worker.failure_report import failure_event
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.join import finish_joined, joined_run
 from shoal.worker.membership import MODEL_SHARD_LOST, ModelShardLost, WorkerEvicted
-from shoal.worker.memory import is_out_of_memory
 from shoal.worker.run import Run
 from shoal.worker.save_on_error import save_on_error
 from shoal.worker.script_process import begin_script, refuse_idle_job
@@ -117,36 +114,3 @@ def _finish_saving(failed: str = "") -> None:
     run = own_run()
     if run is not None:
         run.close(failed)
-
-
-def failure_event(error: BaseException, rank: int, run: Run | None, log: str, limit: int | None = None) -> WorkerFailed:
-    """`limit`: bytes that the worker may use."""
-    if is_out_of_memory(error):
-        error = _out_of_memory(error, limit)
-    error = compiler_error(error) or error
-    step = None if run is None else run.step
-    lane = None if run is None else run.strategy.current_lane
-    if isinstance(error, ShoalError):
-        kind = "PeerLost" if isinstance(error, PeerLost) else type(error).__name__
-        message, where, fix, code = error.message, list(error.where), error.fix, error.exit_code
-    else:
-        kind, fix, code = type(error).__name__, None, 1
-        text = str(error).split("\n")[0]
-        message = f"{kind}: {text}" if text else kind
-        where = user_line(error) + list(getattr(error, "__notes__", ()))
-        if run is not None and run.applied_step == step:
-            where.append(f"nothing of step {step} was applied")
-    return WorkerFailed(
-        rank=rank, kind=kind, message=message, exit_code=code, step=step, lane=lane, where=where,
-        fix=fix, log=log,
-    )  # fmt: skip
-
-
-def _out_of_memory(error: BaseException, memory: int | None) -> RunError:
-    has = "the machine has no more" if memory is None else f"it may use {human.size(memory)} (--memory), and no more"
-    return RunError(
-        f"out of memory: {has}",
-        where=[*user_line(error), str(error).split("\n")[0][:200]],
-        fix="a layout that gives a worker less to hold (more stages or slices, zero=3), --recompute, more microbatches,"
-        " or more memory",
-    )
