@@ -112,6 +112,9 @@ def test_alone_in_plain_python(call: Caller) -> None:
     assert done.stdout.splitlines() == said(expected)
     assert done.stderr == ""
     assert (Path("alone") / "model.safetensors").exists()
+    report = json.loads(Path("alone/report.json").read_text())
+    assert (report["weights_sha256"], report["outcome"]) == (expected.sha256, "done")
+    assert len(Path("alone/metrics.jsonl").read_text().splitlines()) == len(events(Path("alone"), "steps-committed"))
 
     refused = program(Path("loop.py"))
     assert refused.code == 1

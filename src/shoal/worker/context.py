@@ -1,6 +1,7 @@
 """The context of a worker process: its rank, configuration, plan, stores, and its channel to the driver.
 
-The driver makes it for workers that it starts; a script started by torchrun or plain `python` makes its own.
+The driver makes it for workers that it starts; a script started by torchrun or plain `python` makes its own
+(worker/own_context.py).
 """
 
 import os
@@ -13,12 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
-from shoal.collectives.options import options_from_environment
-from shoal.errors import InputError, RunFolderError
+from shoal.errors import InputError
 from shoal.parallel.plan import Plan
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import RunStore as Records
-from shoal.report.run_folder import RunFolder
 from shoal.worker.elastic_membership import ElasticMembership
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.membership import FixedMembership, RunMembership
@@ -90,27 +89,9 @@ def trained_in_script() -> bool:
     return _trained
 
 
-def current_context(folder: Path | None = None, resume: bool = False) -> WorkerContext:
-    """The context that the driver installed; else one from torchrun's environment; else a run with one worker."""
-    if _installed is not None:
-        return _installed
-    config = RunConfig().with_comm_options(options_from_environment())
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank, size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
-    if folder is not None and rank == 0:
-        _open_folder(folder, resume)
-    store = torchrun_store if launched else None
-    return WorkerContext(rank=rank, size=size, folder=folder, config=config, resumed=resume, open_torch_store=store)
-
-
-def _open_folder(folder: Path, resume: bool) -> None:
-    """Opens or creates the run's folder, as the driver does for its workers."""
-    if resume:
-        RunFolder.open(folder)
-    elif (folder / "checkpoints").exists():
-        raise RunFolderError(f"{folder} already holds a run", fix="resume=True to go on with it, or another run_dir")
-    else:
-        RunFolder.create(folder)
+def installed_context() -> WorkerContext | None:
+    """None: no driver has started this process."""
+    return _installed
 
 
 def torchrun_store() -> Store:

@@ -49,6 +49,10 @@ class EventChannel:
             self._receive()
             return self.stop_requested
 
+    def close(self) -> None:
+        """The process ends: there are no more events."""
+        return
+
     def _send_line(self, line: bytes) -> bool:
         if self.connection is None:
             return False

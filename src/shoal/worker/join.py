@@ -23,8 +23,9 @@ from shoal.parallel.plan import make_plan, too_few_lanes
 from shoal.report.atomic_write import write_json
 from shoal.worker.build_model import whole_model
 from shoal.worker.compiled_model import is_compiled, unwrap_compiled
-from shoal.worker.context import current_context
+from shoal.worker.failure_report import failure_event
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers, SchedulerGroup
+from shoal.worker.own_context import current_context
 from shoal.worker.run import Run
 from shoal.worker.save_on_error import save_on_error
 from shoal.worker.training_state import TrainingSetup
@@ -57,7 +58,7 @@ def join(
     loader     read for its data set, order, collate function and batch size, which is the global one
     state      more to save and restore: objects with state_dict, tensors, or dicts and lists of plain values
     accumulate batches of the loader that are one update: 4, or {0: 1, 2: 4} by pass
-    run_dir, resume   only when started alone; `shoal run` has flags for both
+    run_dir, resume   of a run that torchrun or plain `python` starts; `shoal run` has flags for both
     """
     global _joined
     compiled = any(map(is_compiled, model.values() if isinstance(model, Mapping) else [model]))
@@ -168,17 +169,26 @@ def as_job(model: nn.Module, source: DataSource, **given: Any) -> Job:
 def finish_joined() -> None:
     """Ends a run whose loop was left early. If an error ended it, the last whole step is saved."""
     run = joined_run()
-    if run is not None and not run.finished:
-        error = getattr(sys, "last_value", None)
-        if error is None:
-            run.finish()
-            return
-        lines = save_on_error(run, error, f"worker {run.worker}: {type(error).__name__}")
-        run.close()
-        if run.saved_step >= 0:
-            lines.append(f"checkpoint: step {run.saved_step}; resume=True in shoal.join goes on from there")
-        for line in lines:
-            print(line, file=sys.stderr)
+    if run is None:
+        return
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None and not run.finished:
+        run.finish()
+    elif error is not None and not run.finished:
+        _end_with_error(run, error)
+    run.context.channel.close()
+
+
+def _end_with_error(run: Run, error: BaseException) -> None:
+    event = failure_event(error, run.worker, run, log="")
+    lines = save_on_error(run, error, f"worker {run.worker}: {type(error).__name__}")
+    event.where.extend(lines)
+    run.emit(event)
+    run.close()
+    if run.saved_step >= 0:
+        lines.append(f"checkpoint: step {run.saved_step}; resume=True in shoal.join goes on from there")
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def joined_run() -> Run | None:

@@ -21,10 +21,14 @@ class StopNotice:
         signal.signal(signal.SIGTERM, notice.handle)
         return notice
 
-    def install(self) -> None:
-        """Handles SIGTERM, unless the script has a handler of its own."""
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _can_set_handlers():
-            signal.signal(signal.SIGTERM, self.handle)
+    def install(self, *, interrupts: bool = False) -> None:
+        """Handles SIGTERM, unless the script has a handler of its own. `interrupts`: Ctrl-C, too."""
+        usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
+        if interrupts:
+            usual[signal.SIGINT] = signal.default_int_handler
+        for number, handler in usual.items():
+            if signal.getsignal(number) is handler and _can_set_handlers():
+                signal.signal(number, self.handle)
 
     def claim(self) -> bool:
         """From now on SIGTERM only sets `received`, which this returns."""
