@@ -91,6 +91,13 @@ def a_part_is_lost_with_whoever_is_in_doubt(
     return replace(found, lost_shards=tuple(part for part in range(parts) if part not in held))
 
 
+class CountsNoPasses(MemberState):
+    """Which of several passes of a step are committed is not in its position."""
+
+    def position(self) -> MemberPosition:
+        return structs.replace(super().position(), passes=0, in_doubt=self.in_doubt and not self.further)
+
+
 class CommitsAtTheBeginning(MemberState):
     """A term begins with step 0, whatever the checkpoint says."""
 
@@ -213,7 +220,7 @@ def test_a_wrong_settlement_is_found(wrong: Settle, law: str, parts: int, monkey
 )
 def test_a_beginning_without_some_part_is_found(first_view: bool, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "covers_model", lambda members, parts: True)
-    assert law in broken_in(shards=2, first_view=first_view)
+    assert law in broken_in(shards=2, passes=1, first_view=first_view)
 
 
 NEWCOMERS: dict[str, Any] = {"joins": (0.4, 0.6), "heals": 3.0}
@@ -224,6 +231,7 @@ ONE_REPLICA: dict[str, Any] = {"workers": 2, "shards": 2, "judges": True}
 @pytest.mark.parametrize(
     ("wrong", "law", "planned"),
     [
+        (CountsNoPasses, "begins with", {"passes": 3, "shards": 1}),
         (CommitsAtTheBeginning, "with other weights", {}),
         (ForgetsTheFloor, "the newest checkpoint is", {**HANDED_OVER, "focus": "state", "resumed": 0}),
         (EndsATermEarly, "have the state and live", NEWCOMERS),

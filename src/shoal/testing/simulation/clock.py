@@ -48,14 +48,14 @@ class SimDisk:
 
     def save(self, worker: SimMember) -> None:
         """Writes a checkpoint beside the training. It verifies once all shards are written."""
-        step = worker.steps
+        step = worker.member.committed
         if worker.shard not in self.saved.setdefault(step, set()):
             seconds = 0.5 if self.clock.chance(0.2) else 0.1
             delay, written = self.clock.random.uniform(0.02, seconds), (worker.weights, worker.shard, step)
             self.clock.after(delay, worker, self._finish_save, *written)
 
     def _finish_save(self, weights: int, shard: int, step: int) -> None:
-        if weights != self.invariants.reference[step][shard]:
+        if weights != self.invariants.reference[step * self.clock.plan.passes][shard]:
             raise InvariantViolated(f"a checkpoint of step {step} with other weights")
         if self.clock.chance(self.clock.plan.corrupts):
             self.invariants.record_case("a checkpoint did not verify")

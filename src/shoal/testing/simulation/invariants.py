@@ -3,7 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shoal.recovery.membership.protocol import MembershipObservation, MembershipView, RecoveryPlan, WorkerId
+from shoal.recovery.membership.protocol import (
+    MembershipObservation,
+    MembershipView,
+    MemberState,
+    RecoveryPlan,
+    WorkerId,
+)
 from shoal.testing.simulation.process import SimMember
 from shoal.testing.simulation.scenario import LANES
 
@@ -25,6 +31,8 @@ CASES = (
     "a commit came late",
     "a step in doubt was finished",
     "a step in doubt was done again",
+    "a further pass in doubt was finished",
+    "a further pass in doubt was done again",
     "an evaluation was interrupted",
     "an evicted worker woke up",
     "a paused worker began a restart that was over",
@@ -59,6 +67,12 @@ class InvariantViolated(Exception):
     pass
 
 
+def furthest(member: MemberState) -> tuple[int, int]:
+    """What a member has reached, or reaches with what it has voted for."""
+    position = member.position()
+    return position.voted_for or position.reached
+
+
 def gradient_of(weights: int, lane: int, step: int) -> int:
     return hash((weights, step * LANES + lane))
 
@@ -78,13 +92,14 @@ def reference_weights(steps: int, shards: int) -> list[tuple[int, ...]]:
 
 
 class SimInvariants:
-    def __init__(self, steps: int, shards: int) -> None:
-        self.shards = shards
-        self.reference = reference_weights(steps, shards)
+    def __init__(self, steps: int, shards: int, passes: int = 1) -> None:
+        """A batch has so many passes. What is counted here are rounds: passes of all steps."""
+        self.shards, self.passes = shards, passes
+        self.reference = reference_weights(steps * passes, shards)
         self.cases: set[str] = set()  # that this seed has reached
         self.recoveries: dict[int, RecoveryPlan] = {}
-        self.first_step: dict[int, int] = {}  # generation -> its first step
-        self.votes: defaultdict[tuple[int, int], set[WorkerId]] = defaultdict(set)  # by (generation, step)
+        self.first_round: dict[int, int] = {}  # of a generation
+        self.votes: defaultdict[tuple[int, int], set[WorkerId]] = defaultdict(set)  # by (generation, round)
         self.entered: dict[WorkerId, int] = {}  # the newest generation for which a worker has posted its position
         self.late_commits: defaultdict[int, set[int]] = defaultdict(
             set
@@ -106,18 +121,17 @@ class SimInvariants:
     def check_weights(self, worker: "SimMember", doing: str) -> None:
         """A worker's weights are those of a run without faults after as many steps."""
         committed = worker.member.committed
-        if worker.steps != committed:
-            raise InvariantViolated(
-                f"{worker.who} {doing} at {committed} steps, but its weights have seen {worker.steps}"
-            )
-        if worker.weights != self.reference[committed][worker.shard]:
+        if -(-worker.rounds // self.passes) != committed:
+            rounds = f"{worker.rounds} passes of {self.passes} a step"
+            raise InvariantViolated(f"{worker.who} {doing} at {committed} steps, but its weights have seen {rounds}")
+        if worker.weights != self.reference[worker.rounds][worker.shard]:
             raise InvariantViolated(f"{worker.who} {doing} at {committed} steps with other weights than the others")
 
     def check_begin(self, worker: "SimMember") -> None:
         """All members of a generation begin with the same step, from the same weights."""
         self.check_weights(worker, "begins a step")
-        generation, step = worker.member.generation, worker.member.committed
-        first = self.first_step.setdefault(generation, step)
+        generation, step = worker.member.generation, worker.rounds
+        first = self.first_round.setdefault(generation, step)
         ahead = first == step or all(self.votes[generation, earlier] for earlier in range(first, step))
         self.require(
             step >= first and ahead, f"generation {generation} begins with {first}, for {worker.who} with {step}"
@@ -132,7 +146,7 @@ class SimInvariants:
 
     def check_commit(self, worker: "SimMember", members: tuple[WorkerId, ...], restart: int) -> None:
         """Called after the update."""
-        generation, step = worker.member.generation, worker.member.committed - 1
+        generation, step = worker.member.generation, worker.rounds - 1
         self.check_weights(worker, "commits")
         missing = [who for who in members if who not in self.votes[generation, step]]
         self.require(
@@ -196,7 +210,8 @@ class SimInvariants:
         self.require(known == recovery, f"two recoveries of generation {view.generation}: {known} and {recovery}")
         if known is not recovery:
             return
-        above = [each.who for each in members if each.member.committed > recovery.step]
+        floor = recovery.step, recovery.passes
+        above = [each.who for each in members if each.member.position().reached > floor]
         text = f"generation {view.generation} goes on from {recovery.step}, but {above} have committed more"
         self.require(not above, text)
         self.require(recovery.step >= view.step, f"generation {view.generation} goes on below its floor of {view.step}")
@@ -212,7 +227,8 @@ class SimInvariants:
     def check_donor(self, donor: "SimMember", recovery: RecoveryPlan) -> None:
         self.check_weights(donor, "sends its state")
         text = f"{donor.who} sends its state of {donor.member.committed} steps, but the floor is {recovery.step}"
-        self.require(donor.member.committed == recovery.step and donor.member.can_donate, text)
+        at_floor = donor.member.position().reached == (recovery.step, recovery.passes)
+        self.require(at_floor and donor.rounds % self.passes == 0 and donor.member.can_donate, text)
         if donor.shard > 0:
             self.record_case("a donor of another shard than the first sent its state")
         if len([who for who in recovery.view.members if recovery.receivers_of(who)]) > 1:
@@ -232,8 +248,8 @@ class SimInvariants:
         self.record_case("a shard was lost, and the holders of the others ended")
         if any(position.committed < 0 for position in seen.positions.values()):
             self.record_case("a member waited for those with a worthless state to end")
-        floor = max(seen.view.step, *(position.committed for position in seen.positions.values()))
-        having = [each for each in members if each.member.committed + each.member.in_doubt >= floor and not each.ended]
+        floor = max((seen.view.step, 0), *(position.reached for position in seen.positions.values()))
+        having = [each for each in members if furthest(each.member) >= floor and not each.ended]
         wrong = [each.who for each in having if each.shard in lost]
         self.require(not wrong, f"{worker.who} ends because no member has the shards {lost}, but {wrong} do")
 

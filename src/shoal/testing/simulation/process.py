@@ -30,7 +30,7 @@ class SimMember(SimProcess):
         super().__init__()
         self.who, self.host, self.member = who, host, member
         self.shards, self.shard = shards, model_shard_of(who.worker, shards)
-        self.weights, self.steps = VOID, 0  # steps: how many the weights have seen
+        self.weights, self.rounds = VOID, 0  # rounds: passes of all steps that the weights have seen
         self.view: MembershipView | None = None  # of the newest group
         self.leaving = False  # it was asked to leave
         self.watching = False  # waits for a change in the store

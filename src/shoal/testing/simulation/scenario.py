@@ -34,6 +34,7 @@ MOMENTS = (
 class SimScenario:
     workers: int
     shards: int  # model shards; a worker holds one of them
+    passes: int  # backward passes of a batch: each is voted for, and changes the weights
     hosts: int
     last: int  # steps of the run
     saves: int  # steps between checkpoints; 0: none
@@ -57,7 +58,7 @@ class SimScenario:
     faults: tuple[tuple[float, str], ...]
 
 
-def draw_scenario(random: Random, shards: int = 1) -> SimScenario:
+def draw_scenario(random: Random, shards: int = 1, passes: int = 1) -> SimScenario:
     def often(share: float, *values: float) -> float:
         return random.choice(values) if random.random() < share else 0.0
 
@@ -68,6 +69,7 @@ def draw_scenario(random: Random, shards: int = 1) -> SimScenario:
     return SimScenario(
         workers=workers if shards == 1 else shards * min((workers + 1) // 2, MAX_WORKERS // shards),
         shards=shards,
+        passes=passes,
         hosts=random.choice((1, 2, 4)),
         last=random.randint(4, 8),
         saves=random.choice((0, 2, 2, 3)),

@@ -112,9 +112,10 @@ class SimWorker(SimThreads):
             yield from self._receive_state(recovery)
         elif self.who in recovery.finishing:
             self._apply()
-            world.invariants.record_case("a step in doubt was finished")
+            member.can_donate = self.rounds % world.plan.passes == 0
+            world.invariants.record_case(f"a {'further pass' if member.further else 'step'} in doubt was finished")
         elif member.in_doubt:
-            world.invariants.record_case("a step in doubt was done again")
+            world.invariants.record_case(f"a {'further pass' if member.further else 'step'} in doubt was done again")
         member.group_formed(recovery)
         world.log("%s joins generation %d at step %d", self.who, view.generation, recovery.step)
         world.invariants.check_stand(self, recovery)
@@ -123,7 +124,7 @@ class SimWorker(SimThreads):
         elif recovery.receivers_of(self.who):
             world.invariants.check_donor(self, recovery)
             for other in recovery.receivers_of(self.who):
-                world.send_state(self, other, view.generation, (self.weights, self.steps))
+                world.send_state(self, other, view.generation, (self.weights, self.rounds))
                 yield from self._fault_point("state")
 
     def _receive_state(self, recovery: RecoveryPlan) -> Waits:
@@ -138,11 +139,11 @@ class SimWorker(SimThreads):
         except SimGroupFailed:
             self.world.invariants.record_case("a donor was lost")
             raise
-        weights, steps = received[donor]
+        weights, rounds = received[donor]
         if weights == VOID:
             self.world.invariants.record_case("a state arrived changed")
             raise SimGroupFailed("the state arrived changed")
-        self.weights, self.steps, self.member.can_donate = weights, steps, True
+        self.weights, self.rounds, self.member.can_donate = weights, rounds, True
 
     def _begin(self, view: MembershipView) -> Waits:
         """The leader chooses a checkpoint; all load it."""
@@ -155,7 +156,8 @@ class SimWorker(SimThreads):
         else:
             step = (yield from self._await((generation, "begin", 0), [leader], COLLECTIVE_SECONDS))[leader]
         yield world.random.uniform(0.01, 0.2)
-        self.weights, self.steps, self.member.can_donate = world.invariants.reference[step][self.shard], step, True
+        self.rounds = step * world.plan.passes
+        self.weights, self.member.can_donate = world.invariants.reference[self.rounds][self.shard], True
         self.member.start_at(step)
         yield from self._fault_point("begun")
 
@@ -164,9 +166,9 @@ class SimWorker(SimThreads):
     def _train(self) -> Generator[float, None, BoundaryChange | None]:
         """Trains until the run is over, or the members change between two steps."""
         world, member = self.world, self.member
-        if not member.can_donate:
+        if not member.can_donate and self.rounds % world.plan.passes == 0:
             yield from self._evaluate_alone()
-        while member.committed < world.plan.last:
+        while self.rounds < world.plan.last * world.plan.passes:
             asks = yield from self._step()
             generation = member.generation
             yield from self._after_step()
@@ -189,10 +191,19 @@ class SimWorker(SimThreads):
         return None
 
     def _step(self) -> Generator[float, None, dict[WorkerId, int]]:
-        """Commits one step. Returns every member's requests."""
+        """Commits the passes of a step that are left. Returns every member's requests."""
+        while True:
+            self.member.can_donate = self.rounds % self.world.plan.passes == 0
+            asks = yield from self._pass()
+            if self.rounds % self.world.plan.passes == 0:
+                self.member.can_donate = True
+                return asks
+
+    def _pass(self) -> Generator[float, None, dict[WorkerId, int]]:
+        """Commits one pass: the first one of a step commits the step."""
         world, member, view = self.world, self.member, self.view
         assert view is not None
-        step = member.committed
+        step = self.rounds
         world.invariants.check_begin(self)
         yield world.random.uniform(0.03, 0.15)
         mine = {(self.shard, lane): gradient_of(self.weights, lane, step) for lane in self._lanes(view)}
@@ -203,7 +214,7 @@ class SimWorker(SimThreads):
         lanes = {lane: gradient for _, some in offers.values() for lane, gradient in some.items()}
         world.invariants.check_samples(self, [lane for _, some in offers.values() for lane in some])
         self.kept_gradient = tuple(lanes[lane] for lane in sorted(lanes))
-        member.vote()
+        member.vote(further=step % world.plan.passes > 0)
         world.invariants.votes[member.generation, step].add(self.who)
         yield from self._gather("vote", step, None, COLLECTIVE_SECONDS)
         member.commit()
@@ -227,8 +238,8 @@ class SimWorker(SimThreads):
         return range(own, LANES, replicas) if own < replicas else range(0)
 
     def _apply(self) -> None:
-        self.weights = apply_step(self.weights, self.steps, self.kept_gradient)
-        self.steps += 1
+        self.weights = apply_step(self.weights, self.rounds, self.kept_gradient)
+        self.rounds += 1
 
     def _after_step(self) -> Waits:
         """Saves and evaluates, as the user's loop does after a step."""

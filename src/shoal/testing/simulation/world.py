@@ -12,13 +12,14 @@ from typing import Any
 
 from shoal.recovery.membership.protocol import MembershipView, MemberState, RecoveryPlan, WorkerId
 from shoal.testing.simulation.clock import SimClock, SimDisk
-from shoal.testing.simulation.invariants import InvariantViolated, SimInvariants
+from shoal.testing.simulation.invariants import InvariantViolated, SimInvariants, furthest
 from shoal.testing.simulation.process import VOID, Key, SimMember, SimProcess
 from shoal.testing.simulation.scenario import BOUND_SECONDS, draw_scenario
 from shoal.testing.simulation.store import SimReading, SimStore
 
 MAX_EVENTS = 60_000
 SHARD_COUNTS = (1, 1, 1, 1, 2, 2, 3)  # of a model
+PASS_COUNTS = (1, 1, 2, 3)  # of a batch
 
 
 class SimWorld(SimClock):
@@ -27,9 +28,10 @@ class SimWorld(SimClock):
     ) -> None:
         """`planned` overrides fields of the scenario."""
         random, shards = Random(seed), planned.get("shards", Random(f"parts of {seed}").choice(SHARD_COUNTS))
-        super().__init__(random, replace(draw_scenario(random, shards), **planned), trace)
+        passes = Random(f"passes of {seed}").choice(PASS_COUNTS)
+        super().__init__(random, replace(draw_scenario(random, shards, passes), **planned), trace)
         self.member = member
-        self.invariants = SimInvariants(self.plan.last, self.plan.shards)
+        self.invariants = SimInvariants(self.plan.last, self.plan.shards, self.plan.passes)
         self.strikes: Callable[[SimMember, str, WorkerId | None], bool] = lambda worker, moment, other: False
         self.store = SimStore()
         self.workers: dict[WorkerId, SimMember] = {}
@@ -191,7 +193,7 @@ class SimWorld(SimClock):
     def swap(self, view: MembershipView, expected: int, by: str) -> bool:
         old = self.store.view
         found = [(who, self.workers[who]) for who in old.members if who in self.workers]
-        holders = [who for who, each in found if each.member.committed + each.member.in_doubt >= old.step]
+        holders = [who for who, each in found if furthest(each.member)[0] >= old.step]
         steady = [who for who in holders if not self.workers[who].ended and not self.store.silent(who, self.now)]
         if not self.store.swap(view, expected, self.now):
             self.invariants.record_case("a swap came too late")
@@ -236,7 +238,8 @@ class SimWorld(SimClock):
                 self.end(other, "killed by a survivor")
 
     def on_commit(self, worker: SimMember, view: MembershipView) -> None:
-        self.log("%s commits step %d in generation %d", worker.who, worker.member.committed - 1, view.generation)
+        at = worker.who, worker.member.committed - 1, worker.member.passes, view.generation
+        self.log("%s commits step %d, pass %d, in generation %d", *at)
         self.invariants.check_commit(worker, view.members, view.restart)
         if not self.store.up:
             self.invariants.record_case("a step was committed without the store")
