@@ -36,8 +36,8 @@ def stopping_text(number: int, workers: int) -> str:
 
 def alone_text(workers: int) -> str:
     return (
-        f"{workers} workers run, and none has joined a group: each trains a full copy of its own;"
-        " call shoal.join or torch.distributed.init_process_group in the script, or use --workers 1"
+        f"{workers} workers run, and none has joined a group yet: unless the script still does, each trains a full copy"
+        " of its own; call shoal.join or torch.distributed.init_process_group in the script, or use --workers 1"
     )
 
 
