@@ -122,8 +122,16 @@ class CollectiveWorker:
         return True
 
 
+MOST_COMPILATIONS = 1 << 16  # of one function; beyond torch's own limit it runs uncompiled, with other bits
+
+
 def compile_blocks(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Compiles each block by itself, so that seeding a block's randomness stays outside."""
+    """Compiles each block by itself, so that seeding a block's randomness stays outside.
+
+    Each shape is a compilation. Which shapes come first depends on the placement, so none may be left out."""
+    config = torch._dynamo.config
+    config.recompile_limit = config.accumulated_recompile_limit = MOST_COMPILATIONS
+    config.fail_on_recompile_limit_hit = True
     for name in names:
         block = model.get_submodule(name)
         block.forward = torch.compile(block.forward, dynamic=False)
