@@ -60,7 +60,9 @@ def test_commands_know_a_plain_script(call: Caller) -> None:
         assert f"a plain script's (no shoal.join), and process {driver.pid} on" in attach
 
         stopped = call.good("stop", "run").out
-        assert stopped == "run stopped: its workers were ended; the script never joined, so there is nothing to resume\n"
+        assert (
+            stopped == "run stopped: its workers were ended; the script never joined, so there is nothing to resume\n"
+        )
         result = driver.end()
     assert gone(workers)
     assert result.code == 128 + signal.SIGTERM
@@ -86,9 +88,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_reaches_the_script_and_what_ignores_it_is_killed(
-    call: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_reaches_the_script_and_what_ignores_it_is_killed(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_watch, "GRACE_SECONDS", 0.5)
     Path("own.py").write_text(OWN_HANDLER)
     with Forked("run", "own.py", "--workers", "2", "--run-dir", "run") as driver:

@@ -93,10 +93,10 @@ def test_the_first_rank_records_how_another_one_failed(call: Caller) -> None:
             finish_joined()
             return 1
 
-    with Forked(call=rank, environment=variables | {"RANK": "1"}) as second:
-        with Forked(call=rank, environment=variables | {"RANK": "0"}) as first:
-            codes = first.end().code, second.end().code
-            shown = first.end().err
+    places = [variables | {"RANK": number} for number in ("0", "1")]
+    with Forked(call=rank, environment=places[1]) as second, Forked(call=rank, environment=places[0]) as first:
+        codes = first.end().code, second.end().code
+        shown = first.end().err
     assert codes == (1, 1)
     (folder,) = Path("runs").iterdir()
     value = report(str(folder))
