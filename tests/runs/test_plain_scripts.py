@@ -192,7 +192,7 @@ def test_mp_spawn_of_no_process_is_explained(call: Caller) -> None:
     assert "was asked for 0 processes, so nothing is trained" in nothing
 
 
-# -- the wrong command --------------------------------------------------------------------------------------------------
+# -- the wrong command ------------------------------------------------------------------------------------------------
 
 
 def test_a_file_that_only_defines_a_job_is_for_train(call: Caller) -> None:
