@@ -363,6 +363,16 @@ def script(tmp_path: Path, body: str = BACKWARD, optimizer: str = "AdamW(model.p
     return str(path)
 
 
+def test_a_script_with_several_optimizers(tmp_path: Path) -> None:
+    path = Path(script(tmp_path, body=BACKWARD[:-1] + ", optimizer=optimizer)"))
+    joined = 'shoal.join({"a": model, "b": other}, {"a": optimizer, "b": torch.optim.SGD(other.parameters())}, loader,'
+    text = path.read_text().replace("shoal.join(model, optimizer, loader,", joined)
+    path.write_text(text.replace("optimizer = torch", "other = nn.Linear(2, 2)\noptimizer = torch", 1))
+    work = workload_of_script(str(path), ["7"])
+    assert work.parameters == 8 * 4000 + 4000 + 4000 * 4 + 4 + 6
+    assert work.state_bytes == 8.0, "of the larger optimizer"
+
+
 def test_a_script_is_played_up_to_its_first_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, argv, path = torch.get_rng_state(), list(sys.argv), list(sys.path)
     work = workload_of_script(script(tmp_path), ["7"])

@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,7 +28,7 @@ from shoal.job.job import Job
 from shoal.numerics.seeds import preserve_generators
 from shoal.numerics.user_frames import user_line
 from shoal.planner.cost.trace import fake, fake_mode, needs_values
-from shoal.worker.join import as_job
+from shoal.worker.join import as_job, as_named, as_one_model
 from shoal.worker.training_state import Batch
 
 T = TypeVar("T")
@@ -103,12 +103,14 @@ class _ScriptTracer:
         self.joined = False
 
     def join(
-        self, model: nn.Module, optimizer: Optimizer, loader: Any, *, scheduler: Any = None, state: Any = None,
+        self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Mapping[str, Optimizer],
+        loader: Any, *, scheduler: Any = None, state: Any = None,
         lanes: int | None = None, microbatches: int = 1, accumulate: Any = None, seed: int = 0,
         blocks: Sequence[str] | None = None, threads: int = 1, steps: int | None = None,
         checkpoint_every: int | None = None, run_dir: Any = None, resume: bool = False,
     ) -> "_FakeRun":  # fmt: skip
         self.joined = True
+        model, optimizer = as_one_model(model), _largest(as_named(optimizer))
         source = open_data(loader, seed=seed)
         job = as_job(
             model, source, lanes=lanes, microbatches=microbatches, accumulate=accumulate, seed=seed, blocks=blocks,
@@ -127,6 +129,11 @@ class _ScriptTracer:
         return _FakeRun(source, job, backward)
 
 
+def _largest(optimizers: Mapping[str, Optimizer]) -> Optimizer:
+    """Of several optimizers, the one with the most numbers: its state is what the estimate is made with."""
+    return max(optimizers.values(), key=lambda each: sum(p.numel() for g in each.param_groups for p in g["params"]))
+
+
 class _FakeRun:
     """Stands in for the run that a script's loop uses; trains nothing."""
 
@@ -141,7 +148,10 @@ class _FakeRun:
     def batches(self) -> Iterator[Batch]:
         yield Batch(step=0, epoch=0, indices=self._source.order(0)[: self._job.batch_size])
 
-    def backward(self, batch: Batch, closure: Callable[[Any], Any], *, scaler: Any = None) -> float:
+    def backward(
+        self, batch: Batch, closure: Callable[[Any], Any], *, optimizer: Any = None, same_noise: bool = False,
+        scaler: Any = None,
+    ) -> float:  # fmt: skip
         self._backward(closure)
         return 0.0
 
