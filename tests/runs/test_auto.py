@@ -1,26 +1,17 @@
 """`--plan auto`: plain copies wherever they fit, else the layout that does; and another one when workers are lost."""
 
 import json
-import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+
 import pytest
+
 import shoal
 from helpers.command import Caller, write_job
 from helpers.faults import FORWARD, Faults, both, kills, until_saved
-from shoal.driver.auto_layout import LayoutChooser
-from shoal.driver.predict_run import RunPredictor, PredictionBasis, NoPrediction, predict_plan
-from shoal.errors import MemoryNeeded, PlanError
-from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.plan import Plan, make_plan
-from shoal.planner.cluster import find_cluster
-from shoal.planner.cost.workload import Block, Op, Workload
-from shoal.report.human import size
 from shoal.report.predicted_vs_measured import LINES
 from shoal.report.run_folder import RunFolder
 from shoal.testing import everything, job_for
-
 
 
 @pytest.fixture(autouse=True)

@@ -3,19 +3,12 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-import shoal
-from helpers.command import Caller, Result, checkpoint_sha256, events, newest, write_job
-from shoal.errors import JobError
-from helpers.command import assert_plain
 
-
+from helpers.command import Caller, assert_plain, checkpoint_sha256, events, newest, write_job
 
 # -- refused before anything begins -----------------------------------------------------------------------------------
 
@@ -93,7 +86,6 @@ def test_a_step_that_is_skipped_is_recorded_and_the_same_on_any_workers(
 # -- members that do not fit together ---------------------------------------------------------------------------------
 
 
-
 UNLIKE = """\
 import os
 import shoal
@@ -124,8 +116,6 @@ def test_a_member_that_computes_other_bits_is_refused_by_name(call: Caller, tmp_
 
 
 # -- folders and checkpoints ------------------------------------------------------------------------------------------
-
-
 
 
 def stopped_run(call: Caller, folder: Path, **job: str) -> Path:

@@ -1,32 +1,24 @@
 """`shoal bench collectives` and the benchmark of topologies run and say what they found. No speed is looked at."""
 
-from helpers.places import BENCHMARKS
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
+
 import msgspec
 import pytest
 import torch.distributed as dist
-from helpers.command import Caller, program
-from shoal.cli.bench import text, usage
-from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
-from shoal.collectives.cost_model import LinkSpeed
-from shoal.collectives.group import WorkerGroup, DistributedGroup
-from shoal.collectives.options import CommOptions, parse_links
-from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_traffic, shm_all_reduce_seconds
-from shoal.collectives.shm_segment import SLOT_BYTES
-from shoal.collectives.topology import RankPlace
-from shoal.collectives.trees import CHUNKS, MIN_CHUNK, MAX_CHUNK, MAX_CHUNKS, chunk_size
-from shoal.driver.launchers.lab import Lab
-from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
-from shoal.errors import InputError
-from shoal.planner.cluster import even_cluster, parse_cluster
-from shoal.testing import ranks
-from helpers.routes import at
 
+from helpers.command import Caller, program
+from helpers.places import BENCHMARKS
+from shoal.collectives.group import DistributedGroup, WorkerGroup
+from shoal.collectives.options import CommOptions
+from shoal.driver.bench_collectives import BenchResult
+from shoal.driver.launchers.lab import Lab
+from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY
+from shoal.planner.cluster import even_cluster
+from shoal.testing import ranks
 
 TOPOLOGY = BENCHMARKS / "topology.py"
 root = pytest.mark.skipif(
@@ -64,8 +56,6 @@ def test_workers_in_a_lab_choose_by_its_links(monkeypatch: pytest.MonkeyPatch) -
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
-
-
 
 
 def test_bench_measures_one_host(call: Caller) -> None:

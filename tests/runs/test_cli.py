@@ -8,15 +8,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
 import pytest
 import torch
+
 import shoal as library
 from helpers.command import HASH, Caller, Forked, command, events, log_lines, shoal, write_job
 from shoal.cli.main import main
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.testing import batch_norm_net, job_for, tied_language_model
-
-
 
 # -- before a run -----------------------------------------------------------------------------------------------------
 
@@ -63,8 +63,6 @@ def test_set_changes_the_job(call: Caller, tmp_path: Path) -> None:
 
 
 # -- what a run leaves ------------------------------------------------------------------------------------------------
-
-
 
 
 def test_the_report_as_json(call: Caller, tmp_path: Path) -> None:
@@ -150,7 +148,6 @@ def test_the_trained_model_comes_back(build: object) -> None:
 
 
 # -- the screen -------------------------------------------------------------------------------------------------------
-
 
 
 PRINTS = """\

@@ -33,7 +33,6 @@ def listed(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.exists() else set()
 
 
-
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
 )
@@ -85,8 +84,6 @@ def clean_after() -> Iterator[None]:
 
 
 # -- up and down ------------------------------------------------------------------------------------------------------
-
-
 
 
 @root

@@ -262,10 +262,7 @@ def test_several_threads_after_the_driver_used_some() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lane", "workers", "rank"),
-    [(2, 1, 0), (2, 2, 1), (0, 2, 0), (3, 3, 2)],
-)
+@pytest.mark.parametrize(("lane", "workers", "rank"), [(2, 1, 0), (2, 2, 1), (0, 2, 0), (3, 3, 2)])
 def test_an_error_names_worker_step_lane_and_the_users_line(
     lane: int, workers: int, rank: int, call: Caller, tmp_path: Path
 ) -> None:

@@ -3,27 +3,20 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 import shoal
-from helpers.layout_models import (
-    LENGTH,
-    SAMPLES,
-    Language,
-    language_job,
-    perceptron_job,
-    winding_job,
-)
+from helpers.layout_models import LENGTH, SAMPLES, language_job, perceptron_job, winding_job
 from shoal.driver.verify import layout_placements, verify
 from shoal.numerics.digest import model_digest, tensor_digests
 from shoal.numerics.seeds import initialise
-from shoal.parallel.blocks import find_blocks
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.testing import attention, batch_norm_net, convolution, dropout_net, everything, job_for, tied_language_model
-
 
 Result = tuple[str, float | None, dict[str, float]]
 
@@ -155,8 +148,6 @@ def test_an_instance_is_cut_and_stays_as_it_was() -> None:
 # -- bf16 -------------------------------------------------------------------------------------------------------------
 
 
-
-
 def test_bf16_autocast() -> None:
     job = winding_job(precision="bf16")
     assert train(job, "pipeline=2", schedule="zero-bubble") == train(job)
@@ -185,8 +176,6 @@ def test_bf16_weights_leave_the_statistics_of_norms_alone() -> None:
 
 
 # -- split operators --------------------------------------------------------------------------------------------------
-
-
 
 
 def textbook() -> nn.Module:

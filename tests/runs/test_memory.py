@@ -1,17 +1,16 @@
 """Memory of a worker: what is measured, what the kernel allows, what training needs."""
 
-import ctypes
 import mmap
 import os
 import threading
 from collections.abc import Callable
+
 import pytest
 import torch
-from helpers.command import in_child
-from shoal.errors import InputError, MemoryNeeded
-from shoal.numerics import kernels
-from shoal.worker.memory import MemoryMeter, MemoryEstimate, cap_memory, estimate_memory, is_out_of_memory, return_freed_memory, state_factor
 
+from helpers.command import in_child
+from shoal.numerics import kernels
+from shoal.worker.memory import MemoryMeter, cap_memory, is_out_of_memory, return_freed_memory
 
 pytestmark = pytest.mark.clean_heap
 MB = 10**6

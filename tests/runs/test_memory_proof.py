@@ -1,15 +1,12 @@
 """A model that one worker cannot hold is trained by four that cannot either: the kernel enforces the cap."""
 
-from typing import Any
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-import shoal
-from shoal.driver import make_plan
-from shoal.errors import MemoryNeeded
-from helpers.large_job import CAP, LAYERS, Layer, WIDTH, job, large
 
+import shoal
+from helpers.large_job import CAP, job, large
+from shoal.driver import make_plan
 
 pytestmark = pytest.mark.clean_heap
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -160,7 +159,9 @@ def test_a_script_that_fails_shows_its_line(call: Caller) -> None:
 def test_a_script_that_asks_for_cuda_where_there_is_none(call: Caller) -> None:
     result = run(call, "import os, torch\n\ntorch.cuda.set_device(int(os.environ['RANK']))\n", workers=1)
     assert result.code == 1
-    assert "error: worker 0: the script asks for CUDA, and this machine has none (module 'torch._C' has no" in result.err
+    assert (
+        "error: worker 0: the script asks for CUDA, and this machine has none (module 'torch._C' has no" in result.err
+    )
     assert "  script.py:3  in <module>:  torch.cuda.set_device(int(os.environ['RANK']))" in result.err
     assert "  fix: if torch.cuda.is_available(): before that line; on the CPU it is not needed" in result.err
 

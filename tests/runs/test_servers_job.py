@@ -7,25 +7,31 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+
 import shoal
 from helpers.command import events
 from shoal.driver.launch import train_with
 from shoal.driver.launchers.lab import Lab
-from shoal.worker.run_config import RunConfig
 from shoal.paramserver.client import ParameterClient, ReplyFuture
-from shoal.paramserver.messages import ApplyRequest, LeaseReply, SnapshotRequest, LeaseRequest, ServerRequest, SquaresRequest, StatusRequest, TableStateRequest
-from shoal.paramserver.sync_mode import SyncMode
+from shoal.paramserver.messages import (
+    ApplyRequest,
+    ServerRequest,
+    SnapshotRequest,
+    SquaresRequest,
+    StatusRequest,
+    TableStateRequest,
+)
 from shoal.planner.cluster import even_cluster
 from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.report.closing_report import rows
 from shoal.report.events import ServerStarted, decode
-from shoal.worker.server_worker.asynchronous import AsyncServerWorker
+from shoal.worker.run_config import RunConfig
 from shoal.worker.server_worker.base import ServerWorker
-
 
 SAMPLES, BATCH, STEPS = 150, 16, 24
 
@@ -89,8 +95,6 @@ def train(this: shoal.Job, folder: Path, **how: Any) -> shoal.Report:
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
-
-
 
 
 def test_sync_has_the_bits_of_one_process_through_stops_and_other_numbers_of_servers(tmp_path: Path) -> None:
@@ -212,8 +216,6 @@ def test_servers_on_other_hosts_are_reached_with_a_token(tmp_path: Path) -> None
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-
-
 class Fatal:
     """A loss that once, in one worker's n-th call, kills that worker, or a server. The others do not get far before."""
 
@@ -322,7 +324,9 @@ def test_servers_that_were_left_at_different_steps_go_back_together(
     """The one worker dies when the first server has applied its step, and the second has not heard of it."""
     real, mark = ParameterClient.request, tmp_path / "killed"
 
-    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+    def request(
+        self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[Any]:
         future = real(self, shard, request, tensors)
         if isinstance(request, ApplyRequest) and request.step == 6 and not mark.exists():
             future.wait()
@@ -345,7 +349,9 @@ def test_a_server_that_is_lost_before_it_has_kept_anything_is_filled_again(
     real, run = ParameterClient.request, tmp_path / "run"
     mark = run.with_suffix(".killed")
 
-    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+    def request(
+        self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[Any]:
         if isinstance(request, SnapshotRequest) and not mark.exists():
             mark.write_text("once")
             os.kill(server_pid(run, 0), signal.SIGKILL)
@@ -388,7 +394,9 @@ def test_a_checkpoint_has_nothing_of_a_server_that_came_back_meanwhile(
     real, run, mark = ParameterClient.request, tmp_path / "run", tmp_path / "killed"
     server = Fatal(run, worker=0, call=0, server=1)
 
-    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+    def request(
+        self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[Any]:
         if isinstance(request, TableStateRequest) and not mark.exists():
             mark.write_text("once")
             os.kill(server.pid(), signal.SIGKILL)
@@ -416,7 +424,9 @@ def test_a_worker_of_a_quorum_that_asks_for_a_norm_when_the_others_have_gone_on_
 ) -> None:
     real, mark = ParameterClient.request, tmp_path / "late"
 
-    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+    def request(
+        self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[Any]:
         """Whoever is the first to come to the norm of step 3 waits until the others are two steps further."""
         if isinstance(request, SquaresRequest) and request.step == 3 and is_first(mark):
             until = time.monotonic() + 60
@@ -449,7 +459,10 @@ def test_local_steps_are_averaged(tmp_path: Path) -> None:
     (served,) = {event["updates"] for event in events(tmp_path / "run", "server-reported") if event.get("final")}
     assert served == STEPS // 8
     consumed = found.value["samples"]
-    assert sum(event["samples"] for event in events(tmp_path / "run", "steps-committed") if event.get("leader")) == consumed
+    assert (
+        sum(event["samples"] for event in events(tmp_path / "run", "steps-committed") if event.get("leader"))
+        == consumed
+    )
 
 
 def simple_job(**more: Any) -> shoal.Job:
@@ -511,7 +524,9 @@ def test_a_round_that_is_begun_in_its_middle_is_the_same_for_all_workers(tmp_pat
     with pytest.raises(shoal.Stopped):
         train(simple_job(), run, workers=2, servers=1, sync="local:3", stop_after=6)
     shoal.train(simple_job(), resume=str(run), workers=2, servers=1, sync="local:4", quiet=True)
-    counts = {rank: sum(each["count"] for each in events(run, "steps-committed") if each["rank"] == rank) for rank in (0, 1)}
+    counts = {
+        rank: sum(each["count"] for each in events(run, "steps-committed") if each["rank"] == rank) for rank in (0, 1)
+    }
     assert counts == {0: 16, 1: 16}
 
 
@@ -557,7 +572,9 @@ def test_servers_with_a_queue_are_kept_with_every_checkpoint(tmp_path: Path, mon
     """What a checkpoint holds is not lost with a server."""
     real, told = ParameterClient.request, tmp_path / "kept"
 
-    def request(self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()) -> ReplyFuture[Any]:
+    def request(
+        self: ParameterClient, shard: int, request: ServerRequest, tensors: Sequence[Tensor] = ()
+    ) -> ReplyFuture[Any]:
         if isinstance(request, SnapshotRequest):
             with told.open("a") as file:
                 file.write("once\n")

@@ -5,22 +5,14 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
 import msgspec
 import pytest
-from msgspec.structs import replace
+
 import shoal
 from helpers.command import Caller, events, write_job
-from shoal.collectives.handshake import GroupMember
-from shoal.collectives.options import CommConfig, CommOptions, options_from_environment
-from shoal.collectives.stats import places_of
-from shoal.collectives.topology import RankPlace
-from shoal.errors import InputError
-from shoal.job.load import load_job
-from shoal.report import summarize
-from shoal.report.aggregate import RunTally
-from shoal.report.events import RunStarted, TimeSpent, StepsCommitted, TrafficReported, WorkerStarted
 from helpers.job_files import LOOP
-
+from shoal.job.load import load_job
 
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
@@ -151,8 +143,6 @@ def test_a_plan_says_what_is_asked_for(call: Caller) -> None:
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
-
-
 
 
 @root

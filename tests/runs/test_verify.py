@@ -2,20 +2,20 @@
 
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 import shoal
 from helpers.command import HASH, Caller, write_job
 from helpers.job_files import LOOP
 from shoal.driver.verify_plain import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import local_step
-
 
 
 def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
@@ -84,9 +84,7 @@ def test_a_difference_as_json(call: Caller, tmp_path: Path) -> None:
     assert (difference["others"], difference["largest_absolute"] > 0) == (3, True)
 
 
-def test_a_job_that_fails_is_not_called_equal(
-    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     write_job(tmp_path, loss="if step == 2:\n    raise ValueError('broken')")
     result = call("verify", "job.py")
