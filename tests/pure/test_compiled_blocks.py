@@ -28,12 +28,11 @@ def test_no_shape_is_left_to_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
         return graph.forward
 
     torch._dynamo.reset()
-    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     model = nn.Sequential(Layer(4), Layer(4))
-    compile_blocks(model, ("0", "1"))
-    with torch.no_grad():
+    limits = {"recompile_limit": 8, "accumulated_recompile_limit": 256, "fail_on_recompile_limit_hit": False}
+    with torch._dynamo.config.patch(limits), torch.no_grad():
+        compile_blocks(model, ("0", "1"))
         for rows in range(2, 14):
             model(torch.ones(rows, 4))
     assert len(compiled) == 12

@@ -144,7 +144,7 @@ def test_workers_beyond_a_layout_are_copies() -> None:
     ("fields", "message", "fix"),
     [
         ({"leese": 2.0}, "leese is not a field of RunConfig", "did you mean lease?"),
-        ({"something": 1}, "something is not a field of RunConfig", "one of algorithm, "),
+        ({"something": 1}, "something is not a field of RunConfig", "one of accept, algorithm, "),
         ({"on_failure": "retry"}, "on_failure='retry' is not known", "'replace', 'shrink', 'stop'"),
         ({"workers": 0}, "0 workers: at least 1 is needed", "--workers 1"),
         ({"workers": "4"}, "workers='4' is no number", "workers=1"),

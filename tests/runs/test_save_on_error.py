@@ -132,3 +132,32 @@ def test_every_shard_of_a_sharded_model_is_saved(call: Caller, tmp_path: Path) -
     assert "ValueError: metric" in result.err and "  checkpoint: step 6\n" in result.err
     Path("metric").unlink()
     assert call.train(job, "--resume", "run").sha256 == expected
+
+
+def test_a_mended_loss_goes_on_where_the_user_accepts_it(call: Caller, tmp_path: Path) -> None:
+    bug = 'if step == 3 and rank == "1":\n    raise KeyError("label")'
+    job = write_job(tmp_path, loss=bug)
+    assert "  checkpoint: step 3\n" in call("train", job, "--workers", "2", "--run-dir", "run").err
+    write_job(tmp_path, loss="pass")
+    expected = call.train(job).sha256
+    result = call("train", job, "--resume", "run")
+    assert result.code == 2 and "the job's arithmetic changed: loss was " in result.err
+    assert "--accept loss goes on with the new one" in result.err
+    assert call("train", job, "--resume", "run", "--accept", "loss", "--workers", "2", "--stop-after", "5").code == 3
+    again = call.train(job, "--resume", "run")  # the checkpoints are of the new loss, and remember the change
+    assert again.sha256 == expected
+    assert again.value["notes"] == [
+        "another loss from step 3 on: the result is not that of one job from its first step"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--resume", "run", "--accept", "batch"], "--accept batch: it may not change on the way"),
+        (["--accept", "loss"], "--accept loss is for a run that goes on\n  fix: --resume RUN"),
+    ],
+)
+def test_what_cannot_be_accepted(options: list[str], said: str, call: Caller, tmp_path: Path) -> None:
+    result = call("train", write_job(tmp_path), *options)
+    assert result.code == 2 and said in result.err

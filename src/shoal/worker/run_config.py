@@ -20,6 +20,7 @@ from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import check_schedule_name
 from shoal.parallel.plan import Plan, read_plan
 from shoal.paramserver.sync_mode import EXAMPLES, SyncMode
+from shoal.recovery.checkpoint.arithmetic import ACCEPTABLE
 from shoal.report.human import parse_size
 from shoal.report.loggers.logger import read_names
 
@@ -183,8 +184,22 @@ class Checkpoint(ConfigGroup):
     resume: str | bool = common(
         False, "go on with a run (folder, id, or nothing: the newest), on any workers", "RUN", nargs="?", const=True
     )
+    accept: str = option(
+        "", f"with --resume: go on although these have changed ({','.join(ACCEPTABLE)}); the report notes it", "LIST"
+    )
     stop_after: int | None = option(None, "stop after this step, resumable", "N", least=1)
     save_on_error: bool = option(True, "an error ends the run: save the last whole step first (on)")
+
+    def check(self) -> None:
+        unknown = [name for name in self.accepted if name not in ACCEPTABLE]
+        if unknown:
+            raise InputError(f"--accept {unknown[0]}: it may not change on the way", fix=f"of {', '.join(ACCEPTABLE)}")
+        if self.accepted and self.resume is False:
+            raise InputError(f"--accept {self.accept} is for a run that goes on", fix="--resume RUN")
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.accept.split(",") if name.strip())
 
 
 @dataclass(frozen=True, kw_only=True)

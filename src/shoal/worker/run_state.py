@@ -16,7 +16,7 @@ from shoal.worker.consistency import agree_on_weights, model_digests
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import LaneSpeeds
 from shoal.worker.membership import RunMembership
-from shoal.worker.training_state import TrainingSetup, TrainingState
+from shoal.worker.training_state import TrainingSetup, TrainingState, changes_of
 
 
 class RunState(TrainingState):
@@ -115,6 +115,7 @@ class RunState(TrainingState):
             "passes": self.finished_epochs,
             "evaluations": self.evaluations[0],
             **({"inexact": self.inexact} if self.inexact else {}),
+            **({"changes": self.changes} if self.changes else {}),
             **({"callbacks": self.setup.callbacks.state()} if self.setup.callbacks else {}),
             **self._frozen_by_loop(),
         }
@@ -144,6 +145,7 @@ class RunState(TrainingState):
                 each._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
+        self.changes = changes_of(values, self.live, self.step)
         if "frozen" in values:
             self._restore_frozen(values["frozen"])
         self.evaluations = (values.get("evaluations", 0), self.metrics)

@@ -114,6 +114,7 @@ class TrainingState(ABC):
         self.compute_seconds = 0.0  # of this worker's lanes in the last step
         self.stopped: str | None = None  # why the run ends before its last step
         self.resumable = False
+        self.changes: list[str] = []  # of the job on the way, which the user accepted
         self.inexact = ""  # the sync mode of an earlier part of the run, if that was not exact
         self.timer = StepTimer(context.channel, worker, samples=self.config.output.samples)
         self.traits = kernels.traits()
@@ -148,6 +149,7 @@ class TrainingState(ABC):
             traits=self.traits,
             extra_optimizers=named | dict(extra_optimizers or {}),
             state_shard=self.built.state_shard,
+            accept=self.config.checkpoint.accepted,
         )
 
     def open_checkpoints(
@@ -235,6 +237,8 @@ class TrainingState(ABC):
             inexact_sync_mode=inexact,
         )
         self.emit(event)
+        for text in self.changes:
+            self.emit(events.TrainingNote(text=f"{text}: the result is not that of one job from its first step"))
 
     def check_finite(self, step: int, result: StepResult, which: BackwardPass = FIRST_PASS) -> bool:
         """False: a loss is not finite, and the step is skipped. Raises if the run is to stop then."""
@@ -327,3 +331,8 @@ class TrainingState(ABC):
             tensors=tensors if tensors is not None and self.leader else {},
         )
         self.emit(event)
+
+
+def changes_of(progress: Mapping[str, Any], live: LiveState, step: int) -> list[str]:
+    """What has changed of the job since its first step: before the checkpoint of this step, and with it."""
+    return [*progress.get("changes", []), *(f"another {name} from step {step} on" for name in live.changed)]

@@ -1,6 +1,6 @@
 """The live objects of a run as one: captured into a snapshot between two steps, restored from one before a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError
 from shoal.numerics.kernels import fingerprint
+from shoal.recovery.checkpoint.arithmetic import check_arithmetic
 from shoal.recovery.checkpoint.files import ShardWriteTask, Snapshot, StateShard
 from shoal.recovery.checkpoint.serialize import CopyTensor, SnapshotBuffers, plain_copy, plain_view
 from shoal.recovery.checkpoint.state import (
@@ -38,6 +39,8 @@ class LiveState:
     # Further optimizers of the same parameters, which one way of training needs. A run that trains that way restores
     # them; other runs ignore them. Where a checkpoint has none, they start empty.
     extra_optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    accept: Collection[str] = ()  # fields of the arithmetic that may differ from a checkpoint's
+    changed: tuple[str, ...] = ()  # those of them that did
 
     def capture(
         self,
@@ -104,7 +107,7 @@ class LiveState:
 
         With `own` no other object uses the snapshot's tensors, and the optimizer may keep them.
         """
-        check_arithmetic(snapshot.arithmetic, self.arithmetic)
+        self.changed = check_arithmetic(snapshot.arithmetic, self.arithmetic, self.accept)
         check_traits(snapshot, self.traits)
         restore_weights(self.model, snapshot.weights, snapshot.aliases)
         values = snapshot.values
@@ -126,17 +129,6 @@ class LiveState:
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         return None if self.state_shard is None else self.state_shard.shapes
-
-
-def check_arithmetic(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """A run continues only with the arithmetic it began with; the error names the field that differs."""
-    for name in [*mine, *(name for name in stored if name not in mine)]:
-        if stored.get(name) != mine.get(name):
-            then, now = repr(stored.get(name)), repr(mine.get(name))
-            raise CheckpointError(
-                f"the job's arithmetic changed: {name} was {then} in the checkpoint and is {now} now",
-                fix=f"set {name} back, or start a new run without --resume",
-            )
 
 
 def check_traits(snapshot: Snapshot, traits: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from shoal.worker.job_setup import OpenJob, set_up_job
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
 from shoal.worker.server_worker.remote_model import RemoteModel, wait_all
 from shoal.worker.server_worker.table_rows import save_rows
-from shoal.worker.training_state import Batch, TrainingState
+from shoal.worker.training_state import Batch, TrainingState, changes_of
 
 UNFILLED_POLL_SECONDS = 0.02  # between two looks whether the first values are there
 UNFILLED_CODES = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
@@ -116,6 +116,7 @@ class ServerWorker(TrainingState):
         self.resumed_step = self.step = found.snapshot.step
         self.loss, self.metrics = values["loss"], values["metrics"]
         inexact = values.get("inexact", "")
+        self.changes = changes_of(values, self.checkpoints.live, self.step)
         self.record_resume(found, known_committed=0, inexact=inexact)
         first, above = self.first_step(values.get("done_above", []))
         return [first, list(above), values.get("rows", ""), self.resumed_step, inexact]
