@@ -75,6 +75,11 @@ TABLE = (
         ),
     ),
     FirstDay(
+        script="gan_job.py",
+        command="verify {} --workers 2 --steps 6 --resume",
+        shows=(r"2 workers +[0-9a-f]{64} +equal", r"resumed on 1 [0-9a-f]{64} equal"),
+    ),
+    FirstDay(
         script="early_stopping.py",
         command="verify {} --workers 1,2 --steps 46 --resume",
         shows=(r"2 workers +[0-9a-f]{64} +equal", r"resumed? .* equal"),

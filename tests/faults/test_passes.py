@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from helpers.command import Caller
 from helpers.faults import ASKS, LANE, MEETS, MERGED, MET, Faults, Place, kill, unheard, until
+from helpers.passes_job import drawing, passes_job, tell_apart
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing.leftovers import end_detached
 
@@ -105,3 +107,15 @@ def test_a_stopped_loop_with_several_optimizers_goes_on_with_all_of_them(call: C
     Path("told").unlink()
     assert call.good("run", "loop.py", "--json", "--resume", "run").sha256 == expected
     assert Path("told").read_text() == told
+
+
+def test_workers_of_a_job_die_between_two_passes(faults: Faults, tmp_path: Path) -> None:
+    job = passes_job(loss={"judge": tell_apart, "maker": drawing})
+    calm = shoal.train(job, quiet=True, predict=False, run_dir=tmp_path / "calm")
+    # After the first update, in the lanes of the second pass; and when the second pass is merged.
+    for place, step, worker in ((LANE, 2, 1), (MERGED, 5, 0)):
+        faults.at(place, kill, step=step, worker=worker, life=0, backward_pass=1)
+        faults.at(ASKS, until(WorkerId(worker, 1)), step=step + 1)
+    hurt = faults.train(job, workers=2)
+    assert hurt.weights_sha256 == calm.weights_sha256
+    assert len(faults.told("worker-lost")) == 2

@@ -1,5 +1,7 @@
 """What does not go together in a plan, found before anything starts. Pure."""
 
+from collections.abc import Mapping
+
 from shoal.errors import PlanError
 from shoal.job.job import Job
 from shoal.job.optimizer_call import takes_model
@@ -8,6 +10,8 @@ from shoal.parallel.plan import Plan
 from shoal.parallel.sync_batchnorm import NO_MEETING, NO_MEETING_FIX
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.worker.run_config import Servers
+
+COPIES = "--workers N alone: any number of workers gives the same bits"
 
 
 def check_compile(job: Job, plan: Plan) -> None:
@@ -51,6 +55,20 @@ def check_sync_batchnorm(job: Job, plan: Plan, *, servers: bool = False) -> None
         raise PlanError(NO_MEETING, fix=NO_MEETING_FIX)
 
 
+def check_passes(job: Job, plan: Plan) -> None:
+    """Raises PlanError where the job has several backward passes, and the plan is not one of plain copies."""
+    if job.passes and (plan.layout.sharded or plan.recompute):
+        if plan.layout.sharded:
+            why = f"layout {plan.layout}: every worker has all of the model"
+        else:
+            why = "--recompute: its losses may call any part of the model"
+        raise PlanError(f"{several_passes(job)} does not go with {why}", fix=COPIES)
+
+
+def several_passes(job: Job) -> str:
+    return f"a job with several losses ({', '.join(job.passes)})"
+
+
 def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | None = None) -> SyncMode | None:
     """The mode of the servers (by default "sync"); None where the run has no servers."""
     if not servers.count:
@@ -70,6 +88,11 @@ def check_servers(servers: Servers, *, workers: int, layout: ParallelLayout | No
 
 def check_server_job(job: Job, servers: int) -> None:
     """Raises PlanError where the job needs what workers of a run with servers do not have."""
+    if isinstance(job.optimizer, Mapping):
+        raise PlanError(
+            f"{several_passes(job)} does not go with --servers {servers}: a server takes one gradient for a step",
+            fix=COPIES,
+        )
     if job.loss_scaling is not None:
         raise PlanError(
             f"precision={job.precision!r} with a loss scale and --servers {servers}: servers apply every step they are"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.driver.check_plan import check_compile, check_sync_batchnorm, goes_with_servers
+from shoal.driver.check_plan import check_compile, check_passes, check_sync_batchnorm, goes_with_servers
 from shoal.errors import ShoalError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
@@ -21,6 +21,8 @@ def job_space(
     space = space_of(work, cluster, workers=workers)
     if job.compile:  # as `check_compile` has it
         space = replace(space, tensors=(1,), recompute=("none",), zeros=(0, 1))
+    if job.passes:  # as `check_passes` has it
+        space = replace(space, tensors=(1,), pipelines=(1,), recompute=("none",), zeros=(0,))
     if not goes_with_servers(job):
         space = replace(space, servers=())
     if exact:
@@ -50,6 +52,7 @@ def plan_refusal(job: Job, source: DataSource, plan: Plan) -> str | None:
     try:
         check_compile(job, plan)
         check_sync_batchnorm(job, plan)
+        check_passes(job, plan)
         if plan.layout.sharded:
             check_optimizer(job, make_outline(job, source, plan), plan)
     except ShoalError as error:

@@ -14,6 +14,7 @@ from shoal.driver.auto_layout import LayoutChooser
 from shoal.driver.check_plan import (
     check_compile,
     check_monitoring,
+    check_passes,
     check_server_job,
     check_servers,
     check_sync_batchnorm,
@@ -74,6 +75,7 @@ def plan_for(job: Job, config: RunConfig, launcher: Launcher | None = None) -> P
     plan = _new_plan(job, config) if fixed is None else _replayed_plan(job, config, fixed)
     check_compile(job, plan)
     check_sync_batchnorm(job, plan, servers=bool(resolve_servers(config).count))
+    check_passes(job, plan)
     if not _travels_exactly(config, plan.workers, launcher or LocalLauncher()):
         plan = structs.replace(plan, exact=False)
     servers = resolve_servers(config)

@@ -2,26 +2,29 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shoal.driver.launch import train_opened
 from shoal.driver.make_plan import open_job
 from shoal.driver.verify import runs_folder
+from shoal.errors import InputError
 from shoal.job.freeze import active_patterns, is_frozen
 from shoal.job.job import Job
 from shoal.job.model_call import loss_of, model_call, target_of
 from shoal.numerics import kernels
 from shoal.numerics.kernels import map_tensors
+from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.sync_batchnorm import synced_norms
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.worker.build_model import build_model
-from shoal.worker.job_optimizer import build_optimizer
+from shoal.worker.job_optimizer import build_optimizers, build_scheduler
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.run_config import RunConfig
 
@@ -56,6 +59,7 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     """Shoal and an ordinary loop on the same samples and initial weights, in fp64, dropout off, batch norm frozen."""
     base = job.unwatched().changed(steps=steps, precision="fp32", loss_scale=None, compile=False)
     opened = open_job(base)
+    _refuse_drawing_losses(base, opened)
     source = replace(opened.source, fetch=_to_fp64(opened.source.fetch))
     calm = replace(opened, job=base.changed(model=lambda: _deterministic_model(base)), source=source)
     with runs_folder() as root:
@@ -115,8 +119,8 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
     """An ordinary loop on one machine. Only the order of samples and the initial weights come from Shoal."""
     schedule = job.schedule(opened.source.samples, opened.source.last)
     model = _deterministic_model(job)
-    optimizer = build_optimizer(job, model, list(model.named_parameters()))
-    scheduler = job.scheduler(optimizer) if job.scheduler is not None else None
+    optimizers = build_optimizers(job, model, list(model.named_parameters()))
+    scheduler = build_scheduler(job, optimizers)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for step in range(steps):
         if job.freeze is not None:
@@ -124,20 +128,48 @@ def _plain_loop(job: Job, opened: OpenJob, steps: int) -> nn.Module:
         epoch, within = schedule.position(step)
         order = opened.source.order(epoch)
         batch = opened.source.fetch(order[schedule.slice_of(epoch, within)], epoch)
-        own = job.loss == "model"
-        inputs = model_call(model, batch, model_has_loss=own)
-        output = model(*inputs.args, **inputs.kwargs)
-        loss = job.loss(output, target_of(batch, model_has_loss=False)) if callable(job.loss) else loss_of(output)
-        if isinstance(loss, tuple):
-            loss = loss[0] / loss[1]
-        optimizer.zero_grad()
-        loss.backward()
-        if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-        optimizer.step()
+        for name, optimizer in optimizers.items():
+            _plain_update(job, model, optimizer, _plain_loss(job, model, name, batch))
         if scheduler is not None:
             scheduler.step()
     return model
+
+
+def _plain_loss(job: Job, model: nn.Module, name: str, batch: Any) -> Any:
+    """`name`: of the backward pass."""
+    if isinstance(job.loss, Mapping):
+        return job.loss[name](model, batch)
+    inputs = model_call(model, batch, model_has_loss=job.loss == "model")
+    output = model(*inputs.args, **inputs.kwargs)
+    return job.loss(output, target_of(batch, model_has_loss=False)) if callable(job.loss) else loss_of(output)
+
+
+def _plain_update(job: Job, model: nn.Module, optimizer: Optimizer, loss: Any) -> None:
+    if isinstance(loss, tuple):
+        loss = loss[0] / loss[1]
+    model.zero_grad()
+    loss.backward()
+    if job.clip_norm is not None:
+        trained = [each for group in optimizer.param_groups for each in group["params"]] if job.passes else None
+        nn.utils.clip_grad_norm_(model.parameters() if trained is None else trained, job.clip_norm)
+    optimizer.step()
+
+
+def _refuse_drawing_losses(job: Job, opened: OpenJob) -> None:
+    """The model's own noise is turned off for the comparison; that of a loss by name cannot be."""
+    if not job.passes:
+        return
+    model = copy.deepcopy(build_model(job)).eval()
+    batch = opened.source.fetch(opened.source.order(0)[: job.batch_size], 0)
+    with preserve_generators(), torch.no_grad():
+        for name in job.passes:
+            before = torch.default_generator.get_state()
+            _plain_loss(job, model, name, batch)
+            if not torch.equal(before, torch.default_generator.get_state()):
+                raise InputError(
+                    f"--against plain: loss[{name!r}] draws random numbers, and a plain loop would draw others",
+                    fix="leave --against out: verify compares placements all the same",
+                )
 
 
 def _freeze(model: nn.Module, trained: set[str], patterns: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from shoal.job.dataset import DataSource, open_data
 from shoal.job.early_stopping import EarlyStopping, MonitoredMetric
 from shoal.job.freeze import check_freeze
 from shoal.job.loss_scale import LossScale
+from shoal.job.passes import check_pass_functions, refuse_pass_options
 from shoal.job.target import MetricTarget
 from shoal.numerics.describe import describe
 from shoal.numerics.kernels import ISA_ENVIRONMENT
@@ -44,8 +45,9 @@ class Job:
     loss       loss(output, target): a scalar mean over samples, or (sum, count) for a mean over something else.
                "model": the model gets the whole batch, model(**batch) or model(*batch), and returns its loss (.loss,
                ["loss"], the first of a tuple, or the loss alone); a mean over labels that are not ignored is weighted
-               by their number
-    optimizer  gets the list of (name, parameter), or the model and that list; returns a torch optimizer
+               by their number. Several by name: {"critic": loss(model, batch), "actor": …}, one backward pass each
+    optimizer  gets the list of (name, parameter), or the model and that list; returns a torch optimizer; with
+               several losses one of each name, which gets the parameters below the submodule of that name
     batch      samples of one optimizer update, whatever the number of workers
 
     Of samples by name, a loss function's model gets those entries that its `forward` takes by name, except labels; the
@@ -54,8 +56,8 @@ class Job:
 
     model: nn.Module | Callable[[], nn.Module]
     data: Any
-    loss: Callable[[Any, Any], Any] | Literal["model"]
-    optimizer: Callable[..., Optimizer]
+    loss: Callable[[Any, Any], Any] | Literal["model"] | Mapping[str, Callable[[nn.Module, Any], Any]]
+    optimizer: Callable[..., Optimizer] | Mapping[str, Callable[..., Optimizer]]
     batch: int | None = None
     steps: int | None = None
     epochs: int | None = None
@@ -76,7 +78,7 @@ class Job:
     sync_batchnorm: bool = False  # batch norm sees the whole batch, not a lane
     precision: str = "fp32"
     loss_scale: Any = None  # of fp16: a LossScale, which follows the gradients; or a number, which stays
-    scheduler: Callable[[Optimizer], Any] | None = None  # stepped once per update
+    scheduler: Callable[[Optimizer], Any] | Mapping[str, Callable[[Optimizer], Any]] | None = None  # once per update
     clip_norm: float | None = None
     freeze: Mapping[str, int | None] | None = None  # names of parameters or modules -> the first step that trains them
     evaluate: Any = None  # held-out data, in any form that `data` can have
@@ -134,7 +136,7 @@ class Job:
         self._check_choices()
         object.__setattr__(self, "precision", PRECISIONS[self.precision])
         object.__setattr__(self, "loss_scale", LossScale.parse(self.loss_scale))
-        object.__setattr__(self, "target", MetricTarget.parse(self.target, self.metrics))
+        object.__setattr__(self, "target", MetricTarget.parse(self.target, self.measured))
         if self.target is not None and self.evaluate is None:
             raise JobError(
                 f"target '{self.target}' without evaluate: nothing measures it", fix="evaluate=held_out_data"
@@ -142,7 +144,10 @@ class Job:
         self._check_monitoring()
 
     def _check_calls(self) -> None:
-        for name in ("model", "loss", "optimizer", *(["collate_fn"] if self.collate_fn is not None else [])):
+        check_pass_functions(self.loss, self.optimizer, self.scheduler)
+        several = isinstance(self.loss, Mapping)
+        single = ["collate_fn"] if self.collate_fn is not None else []
+        for name in ("model", *([] if several else ["loss", "optimizer"]), *single):
             if not callable(getattr(self, name)) and (name, self.loss) != ("loss", "model"):
                 kind = type(getattr(self, name)).__name__
                 extras = {
@@ -153,7 +158,7 @@ class Job:
                 raise JobError(f"{name} must be callable, not {kind}{extra}")
         if isinstance(self.optimizer, Optimizer):
             raise JobError("optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, 0.1)")
-        if self.scheduler is not None and not callable(self.scheduler):
+        if self.scheduler is not None and not several and not callable(self.scheduler):
             raise JobError("scheduler is an instance", fix="scheduler=lambda optimizer: StepLR(optimizer, 100)")
         if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
             raise JobError("metrics must map names to functions(output, target)", fix='metrics={"accuracy": accuracy}')
@@ -188,6 +193,11 @@ class Job:
             for name in (name for name, given in asked.items() if given):
                 other = f"{name}={getattr(self, name)}"
                 raise JobError(f"sync_batchnorm=True and {other} do not go together", fix="one of them")
+        if self.passes:
+            fields = ("compile", "ema", "loss_scale")
+            refuse_pass_options({name: getattr(self, name) for name in fields if getattr(self, name)})
+            if PRECISIONS[self.precision] not in ("fp32", "bf16-autocast"):
+                refuse_pass_options({"precision": self.precision})
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"clip_norm={self.clip_norm!r} must be a number above 0")
         if self.freeze is not None:
@@ -211,7 +221,17 @@ class Job:
             if self.evaluate is None:
                 text = f"{field_name} watches '{metric.name}' without evaluate: nothing measures it"
                 raise JobError(text, fix="evaluate=held_out_data")
-            metric.check(self.metrics, field_name)
+            metric.check(self.measured, field_name)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The backward passes of a step by name, in order; empty: there is one, without a name."""
+        return tuple(self.loss) if isinstance(self.loss, Mapping) else ()
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What an evaluation measures beside "loss": the losses of the passes before the last one, and the metrics."""
+        return {f"loss {name}": None for name in self.passes[:-1]} | dict(self.metrics)
 
     @property
     def monitored(self) -> str:
@@ -278,6 +298,8 @@ class Job:
         )
         # `tensor_rules` change the order of sums, but belong to the layout: any layout reads a checkpoint.
         found = {name: describe(getattr(self, name)) for name in decisive.split()}
+        if self.passes:  # in their order
+            found["loss"] = list(map(list, found["loss"].items()))
         # Fields of later versions count where they are used: checkpoints of before still fit.
         later = ("collate_fn", "sync_batchnorm", "ema", "freeze")
         found |= {name: describe(getattr(self, name)) for name in later if getattr(self, name)}

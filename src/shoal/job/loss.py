@@ -19,6 +19,7 @@ class Objective:
     def __init__(self, job: Job, model: nn.Module) -> None:
         self.job, self.model = job, model
         self.model_has_loss = job.loss == "model"
+        self.closures: dict[str, Callable[[Any], Any]] = {"": self}  # of each backward pass; one has no name
         self.lane_counts = LaneCounts()
         self._local = threading.local()  # lanes may be computed by turns, each on a thread
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 
 # The purpose of a stream. Part of the arithmetic: changing a number changes every hash.
-ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP, PASS = range(7)
+ORDER, INITIAL, DROPOUT, SAMPLE, MODULE_LOAD, LOOP, PASS, EVALUATION = range(8)
 
 
 def derive(*path: int) -> int:

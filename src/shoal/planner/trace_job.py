@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shoal.errors import JobError, ShoalError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
-from shoal.job.loss import Objective
+from shoal.job.pass_losses import make_objective
 from shoal.numerics.lanes import cut_batch
 from shoal.numerics.seeds import preserve_generators
 from shoal.parallel.blocks import BlockList, find_blocks
@@ -31,7 +31,11 @@ from shoal.worker.job_optimizer import optimizer_builder
 from shoal.worker.memory import state_factor
 from shoal.worker.model_partition import as_computed, sketch_model
 
+OptimizerBuilder = Callable[[Any], Optimizer | Sequence[Optimizer]]
 OWN_LOOP = "a script with its own loop runs as replicas (data) only; a shoal.Job supports every layout"
+SEVERAL_PASSES = (
+    "the losses of a step are traced as one, with a backward pass through all models; it runs as replicas (data)"
+)
 MAX_REAL_BYTES = 256 << 20  # of weights: a model up to this size runs once for real where shapes are not enough
 
 
@@ -41,7 +45,8 @@ def workload_of(job: Job, source: DataSource) -> Workload:
     model = as_computed(job, made.model)
     with preserve_generators(), redirect_stdout(io.StringIO()):
         traced = _traced(job, model, find_blocks(made.model, job.blocks), microbatch_of(job, source))
-    return _workload(job, traced, model, optimizer_builder(job, made.model))
+    work = _workload(job, traced, model, optimizer_builder(job, made.model))
+    return replace(work, notes=(SEVERAL_PASSES, *work.notes)) if job.passes else work
 
 
 def workload_of_script(path: str, arguments: Sequence[str] = ()) -> Workload:
@@ -65,7 +70,7 @@ def microbatch_of(job: Job, source: DataSource) -> Any:
     return source.fetch([order[position] for position in first], 0)
 
 
-def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callable[[Any], Optimizer]) -> Workload:
+def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: OptimizerBuilder) -> Workload:
     """`model` holds the weights that it computes with."""
     parameters = list(model.named_parameters())
     count = sum(each.numel() for _, each in parameters) or 1
@@ -93,7 +98,7 @@ def _workload(job: Job, traced: TracedModel, model: nn.Module, optimizer: Callab
 
 
 def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> TracedModel:
-    cut = _tensor_cut(job, model, Objective(job, model).inputs(batch).example)
+    cut = TensorCut() if job.passes else _tensor_cut(job, model, make_objective(job, model).inputs(batch).example)
     mode = fake_mode()
     try:
         with mode:
@@ -115,7 +120,7 @@ def _traced(job: Job, model: nn.Module, blocks: BlockList, batch: Any) -> Traced
 
 
 def _trace(job: Job, model: nn.Module, blocks: BlockList, batch: Any, cut: TensorCut) -> TracedModel:
-    objective = Objective(job, model)
+    objective = make_objective(job, model)
     return trace(model, blocks, lambda: _loss(objective(batch)), inputs=batch, cut=cut)
 
 

@@ -13,6 +13,7 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.job_setup import OpenJob, set_up_job
 from shoal.worker.lane_overhead import measure_lane_cost
 from shoal.worker.run import Run
+from shoal.worker.step_passes import StepPasses
 from shoal.worker.step_watch import StepWatch
 from shoal.worker.training_state import Batch
 
@@ -25,6 +26,7 @@ class CollectiveWorker:
         assert self.setup.objective is not None
         self.objective = self.setup.objective
         self.run: Run  # from `enter` on
+        self._passes: StepPasses  # from `enter` on
         self.entered = False
         self._watch: StepWatch | None = None  # where the job has callbacks
         self._epochs: Iterator[int] = iter(())
@@ -32,6 +34,7 @@ class CollectiveWorker:
 
     def enter(self) -> None:
         self.run = Run(self.setup, self.plan, self.context, self.context.membership())
+        self._passes = StepPasses(self.run, self.job.clip_norm)
         self.entered = True
         if self.setup.callbacks:
             self._watch = StepWatch(self.run, self.setup.callbacks)
@@ -48,26 +51,24 @@ class CollectiveWorker:
         return batch
 
     def reduce_step(self, batch: Batch) -> StepResult | None:
-        self.run.backward(batch, self.objective)
-        return self.run.committed_result
+        return self._passes.reduce(batch)
 
     def apply_step(self, batch: Batch, result: StepResult) -> StepResult | None:
-        optimizer, scheduler = self.setup.optimizer, self.setup.scheduler
+        scheduler = self.setup.scheduler
         if self.setup.scaler is not None and not result.not_finite and self._overflowed(batch.step, result):
             if self._watch is not None:
                 self._watch.note_update(None)
             return result
-        norm = None if self.job.clip_norm is None else self.run.clip(self.job.clip_norm)
-        optimizer.step()
+        self._passes.update()
         if self.setup.average is not None and not result.not_finite:
             self.setup.average.update()
         self.run.updated()
         if self._watch is not None:
-            self._watch.note_update(norm)
+            self._watch.note_update(self._passes.norm)
         if scheduler is not None:
             scheduler.step()
         if self._watch is None:  # callbacks may look at the gradients
-            optimizer.zero_grad()
+            self._passes.clear_gradients()
         return result
 
     def _overflowed(self, step: int, result: StepResult) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from shoal.collectives.group import SoloGroup, WorkerGroup
 from shoal.job.dataset import DataSource
 from shoal.numerics.lanes import Span, cut_batch, fold
-from shoal.numerics.seeds import preserve_generators
+from shoal.numerics.seeds import EVALUATION, preserve_generators, seed_everything
 from shoal.parallel.local_step import read_loss
 from shoal.parallel.replica import ModelReplica
 from shoal.worker.consistency import gather_text
@@ -53,7 +54,7 @@ def evaluate(source: DataSource, measure: Measure, replica: ModelReplica, worker
     group, assignment = workers.group, workers.assignment
     lanes = assignment[-1][1]
     with evaluation_mode(replica):
-        names, found = _measure_own_lanes(source, measure, workers.own_lanes, lanes, batch)
+        names, found = _measure_own_lanes(source, measure, workers.own_lanes, lanes, batch, replica.seed)
     # A worker without samples has not seen the names; the worker of lane 0 has: that lane is never empty.
     names = next(filter(None, gather_text(group, "\n".join(names), NAMES_BYTES))).split("\n")
     batches = -(-source.samples // batch)
@@ -68,7 +69,7 @@ def evaluate(source: DataSource, measure: Measure, replica: ModelReplica, worker
 
 
 def _measure_own_lanes(
-    source: DataSource, measure: Measure, held: Span, lanes: int, batch: int
+    source: DataSource, measure: Measure, held: Span, lanes: int, batch: int, seed: int
 ) -> tuple[list[str], dict[tuple[int, int], list[SumCount]]]:
     order = source.order(0)
     places: list[tuple[int, int]] = []
@@ -81,7 +82,13 @@ def _measure_own_lanes(
                 microbatches.append([order[first + position] for position in cuts[0]])
     names: list[str] = []
     found: dict[tuple[int, int], list[SumCount]] = {}
-    fetches = [lambda microbatch=microbatch: source.fetch(microbatch, 0) for microbatch in microbatches]
+
+    def fetch(index: int) -> Any:
+        fetched = source.fetch(microbatches[index], 0)
+        seed_everything(seed, EVALUATION, *places[index])  # a measure may draw: the same on any placement, each time
+        return fetched
+
+    fetches = [partial(fetch, index) for index in range(len(places))]
     for index, given in measure(fetches):
         values = given if isinstance(given, dict) else {UNNAMED_METRIC: given}
         names = list(values)

@@ -9,15 +9,15 @@ from torch import nn
 from shoal.errors import JobError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
-from shoal.job.loss import Objective
 from shoal.job.loss_scale import LossScaler
+from shoal.job.pass_losses import make_objective
 from shoal.numerics import kernels
 from shoal.numerics.sampling import SampleSchedule
 from shoal.parallel.optimizer_view import check_elementwise
 from shoal.worker.build_model import build_worker_model
 from shoal.worker.context import WorkerContext
 from shoal.worker.job_callbacks import JobCallbacks
-from shoal.worker.job_optimizer import build_optimizer
+from shoal.worker.job_optimizer import build_optimizers, build_scheduler
 from shoal.worker.memory import MemoryMeter, cap_memory, return_freed_memory
 from shoal.worker.model_partition import ModelOutline
 from shoal.worker.training_state import TrainingSetup
@@ -57,7 +57,8 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
     built = build_worker_model(job, plan, context.rank, None if plan.servers else opened.outline)
     if not plan.servers:
         refuse_embedding_tables(built.model)
-    optimizer = build_optimizer(job, built.model, built.named_parameters)
+    optimizers = build_optimizers(job, built.model, built.named_parameters)
+    optimizer = optimizers[min(optimizers)]
     if plan.servers:
         check_elementwise(optimizer, f"--servers {plan.servers} cuts parameters")
     elif plan.zero or plan.tensor > 1:
@@ -67,14 +68,15 @@ def set_up_job(opened: OpenJob, context: WorkerContext) -> tuple[TrainingSetup, 
     setup = TrainingSetup(
         built=built,
         optimizer=optimizer,
-        scheduler=job.scheduler(optimizer) if job.scheduler is not None else None,
+        optimizers=optimizers if job.passes else {},
+        scheduler=build_scheduler(job, optimizers),
         source=opened.source,
         schedule=schedule,
         microbatches=job.microbatches,
         seed=job.seed,
         arithmetic=job.arithmetic() | opened.source.arithmetic(schedule),
         state={} if scaler is None else {"loss_scale": scaler},
-        objective=Objective(job, built.model),
+        objective=make_objective(job, built.model),
         scaler=scaler,
         freeze=job.freeze,
         clips=job.clip_norm is not None,

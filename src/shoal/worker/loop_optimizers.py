@@ -69,6 +69,10 @@ class SchedulerGroup:
     def _schedulers(self) -> list[Any]:  # as torch's SequentialLR names the schedulers inside it
         return list(self.by_name.values())
 
+    def step(self) -> None:
+        for each in self._schedulers:
+            each.step()
+
     def state_dict(self) -> dict[str, Any]:
         return {name: each.state_dict() for name, each in self.by_name.items()}
 

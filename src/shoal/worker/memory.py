@@ -8,7 +8,7 @@ two looks: it keeps the highest resident set since the last one, pages of files 
 import ctypes
 import math
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.errors import MemoryNeeded
 from shoal.report import human
@@ -174,7 +175,8 @@ def estimate_memory(
 
 
 def state_factor(
-    optimizer: Callable[[Any], torch.optim.Optimizer], dims: Mapping[str, int] = MappingProxyType({"weight": 2})
+    optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]],
+    dims: Mapping[str, int] = MappingProxyType({"weight": 2}),
 ) -> float:
     """Bytes of optimizer state per byte of weights: 2 for Adam. Builds it on tiny weights and takes a step.
 
@@ -184,16 +186,19 @@ def state_factor(
     """
     weights = [(name, nn.Parameter(torch.zeros((4,) * dim))) for name, dim in dims.items()]
     try:
-        built = optimizer(weights)
+        made = optimizer(weights)
+        built = [made] if isinstance(made, Optimizer) else made
         for _, weight in weights:
             weight.grad = torch.zeros_like(weight)
-        built.step()
+        for each in built:
+            each.step()
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError):  # a closure is asked for, or other shapes
         return 0.0
     large = {id(weight): weight.nbytes for _, weight in weights if weight.numel() >= 4}
     state = [
         value.nbytes
-        for weight, kept in built.state.items()
+        for each in built
+        for weight, kept in each.state.items()
         for value in kept.values()
         if id(weight) in large and isinstance(value, torch.Tensor) and value.numel() >= 4
     ]

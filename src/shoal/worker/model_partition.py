@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import PlanError
+from shoal.errors import JobError, PlanError
 from shoal.job.dataset import DataSource
 from shoal.job.job import Job
 from shoal.job.loss import Objective
@@ -49,6 +49,11 @@ class ModelOutline:
 
 def example_microbatch(job: Job, model: nn.Module, source: DataSource) -> ModelCall:
     """What the model gets with a full microbatch."""
+    if job.passes:
+        raise JobError(
+            f"a job with several losses ({', '.join(job.passes)}) has no row of blocks: each may call any of them",
+            fix="any number of workers, each with the whole model (data); or a job with one loss",
+        )
     batch = job.batch_size
     first = cut_batch(batch, batch, job.lane_count, job.microbatches)[0][0]
     order = source.order(0)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -124,6 +125,7 @@ def make_optimizer(job: Job, sync_mode: SyncMode, named: list[tuple[str, nn.Para
     """The job's own optimizer; in local mode the outer one."""
     if sync_mode.name == "local":
         return outer_optimizer(sync_mode, named), None
+    assert not isinstance(job.optimizer, Mapping) and not isinstance(job.scheduler, Mapping)  # as check_plan.py has it
     optimizer = job.optimizer(named)
     return optimizer, job.scheduler(optimizer) if job.scheduler is not None else None
 
