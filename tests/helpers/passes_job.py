@@ -16,8 +16,9 @@ def build() -> nn.Module:
 
 def tell_apart(model: Any, batch: list[Tensor]) -> Tensor:
     real, noise = batch
-    score: Tensor = model["judge"](model["maker"](noise)).mean() - model["judge"](real).mean()
-    return score + model["judge"](real).square().mean()
+    scores: Tensor = model["judge"](real)
+    made: Tensor = model["judge"](model["maker"](noise))
+    return made.mean() - scores.mean() + scores.square().mean()
 
 
 def deceive(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
