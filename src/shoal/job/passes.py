@@ -63,7 +63,9 @@ def pass_parameters(model: nn.Module, passes: Sequence[str]) -> dict[str, list[s
         if key not in modules:
             near = get_close_matches(key, [name for name in modules if name], n=1, cutoff=0.4)
             shown = near or [name for name in modules if name and "." not in name]
-            raise JobError(f"loss[{key!r}]: the model has no submodule of that name", fix=", ".join(shown))
+            raise JobError(
+                f"loss[{key!r}]: the model has no submodule of that name", fix=f"{_names(shown)}, for example"
+            )
         below = {id(parameter) for parameter in modules[key].parameters()}
         found[key] = [name for name, parameter in model.named_parameters() if id(parameter) in below]
         if not found[key]:
