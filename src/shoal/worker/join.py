@@ -19,10 +19,11 @@ from shoal.numerics import kernels
 from shoal.numerics.describe import describe
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.layout import ParallelLayout
-from shoal.parallel.plan import make_plan, too_few_lanes
+from shoal.parallel.plan import Plan, make_plan, too_few_lanes
 from shoal.report.atomic_write import write_json
 from shoal.worker.build_model import whole_model
 from shoal.worker.compiled_model import is_compiled, unwrap_compiled
+from shoal.worker.context import WorkerContext
 from shoal.worker.failure_report import failure_event
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers, SchedulerGroup
 from shoal.worker.own_context import current_context
@@ -80,32 +81,11 @@ def join(
         checkpoint_every=checkpoint_every,
     )
     schedule = checked.schedule(source.samples)
-    config, comm = context.config, context.config.comm_options
-    if context.plan is None and context.size > checked.lane_count:
-        more = f"shoal.join(…, lanes={checked.lanes_for(context.size) or context.size})"
-        raise too_few_lanes(checked.lane_count, ParallelLayout(data=context.size), more)
-    plan = context.plan or make_plan(
-        lanes=checked.lane_count,
-        workers=context.size,
-        shares=config.parallel.shares,
-        threads=threads,
-        exact=config.exact,
-        algorithm=comm.algorithm,
-        compress=comm.compress,
-    )
-    if (plan.lanes, plan.workers) != (checked.lane_count, context.size):
-        has = f"the script has {checked.lane_count} on {context.size}"
-        raise JobError(f"the plan is for {plan.lanes} lanes on {plan.workers} workers; {has}")
+    plan = plan_of_loop(checked, context)
     membership = context.membership()
     built = whole_model(model, find_blocks(model, blocks))
     LoopOptimizers(optimizers, built.update.optimizer_params).check_parameters()
-    arithmetic = checked.arithmetic() | {
-        "optimizer": kinds_of(optimizer),
-        "scheduler": kinds_of(scheduler),
-        "loss": None,
-        "model": describe(model),
-    }
-    arithmetic |= source.arithmetic(schedule)
+    own = {"optimizer": kinds_of(optimizer), "scheduler": kinds_of(scheduler), "loss": None, "model": describe(model)}
     setup = TrainingSetup(
         built=built,
         optimizer=optimizers[min(optimizers)],
@@ -115,7 +95,7 @@ def join(
         schedule=schedule,
         microbatches=microbatches,
         seed=seed,
-        arithmetic=arithmetic,
+        arithmetic=checked.arithmetic() | own | source.arithmetic(schedule),
         state=state or {},
         broadcast=True,
         steps=steps,
@@ -128,6 +108,27 @@ def join(
     _joined = os.getpid(), run
     atexit.register(finish_joined)
     return run
+
+
+def plan_of_loop(checked: Job, context: WorkerContext) -> Plan:
+    """The plan that `shoal run --plan` replays, or one of plain copies."""
+    lanes, config, comm = checked.lane_count, context.config, context.config.comm_options
+    if context.plan is None and context.size > lanes:
+        more = f"shoal.join(…, lanes={checked.lanes_for(context.size) or context.size})"
+        raise too_few_lanes(lanes, ParallelLayout(data=context.size), more)
+    plan = context.plan or make_plan(
+        lanes=lanes,
+        workers=context.size,
+        shares=config.parallel.shares,
+        threads=checked.threads,
+        exact=config.exact,
+        algorithm=comm.algorithm,
+        compress=comm.compress,
+    )
+    if (plan.lanes, plan.workers) != (lanes, context.size):
+        has = f"the script has {lanes} on {context.size}"
+        raise JobError(f"the plan is for {plan.lanes} lanes on {plan.workers} workers; {has}")
+    return plan
 
 
 def as_one_model(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
