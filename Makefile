@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 ETCD   := $(VENV)/etcd/etcd
 PEERS  ?= .venv-peers
 
-.PHONY: demo test quick quick-1 quick-2 simulate bench bench-peers lint clean
+.PHONY: demo test test-1 test-2 quick quick-1 quick-2 simulate bench bench-peers lint clean
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,8 +32,17 @@ $(ETCD): | $(READY)
 	echo "no etcd: there is no package to be had here ($$(tail -n 1 $$place/log)); its tests are skipped"; \
 	rm -rf $$place
 
+# Tests that start processes wait more than they compute: two halves at once, every other file in each.
 test: quick $(if $(shell command -v etcd),,$(ETCD))
-	@$(BIN)/python -m pytest tests/ranks tests/runs tests/faults tests/docs
+	@$(MAKE) --no-print-directory -j 2 test-1 test-2
+
+PROCESS_TESTS = ls tests/ranks/test_*.py tests/runs/test_*.py tests/faults/test_*.py tests/docs/test_*.py
+
+test-1: $(READY)
+	@$(BIN)/python -m pytest $$($(PROCESS_TESTS) | sed -n 'p;n')
+
+test-2: $(READY)
+	@$(BIN)/python -m pytest $$($(PROCESS_TESTS) | sed -n 'n;p')
 
 # Lint, types and every test that starts no process: every other file in one pytest, the rest in another.
 quick: $(READY)

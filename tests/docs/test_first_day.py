@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401  (here, because it sets environment variables once, when it is loaded)
 
-from helpers.command import Caller, shoal
+from helpers.command import Caller
 from helpers.places import EXAMPLES
 from shoal.worker.elastic_membership import LOG_ONLY
 
@@ -98,11 +99,12 @@ TABLE = (
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case.script}-{case.command.split()[0]}")
-def test_first_day(case: FirstDay, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("default")  # those of the packages that scripts import
+def test_first_day(case: FirstDay, call: Caller) -> None:
     if case.needs and importlib.util.find_spec(case.needs) is None:
         pytest.skip(f"{case.needs} is missing")
     script = str(EXAMPLES / "first_day" / case.script)
-    result = shoal(*(script if word == "{}" else word for word in case.command.split()), cwd=tmp_path)
+    result = call(*(script if word == "{}" else word for word in case.command.split()))
     assert result.code == case.code, result.err
     printed = " ".join((result.out + result.err).split())
     for pattern in case.shows:
