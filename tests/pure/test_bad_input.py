@@ -118,7 +118,10 @@ def test_refused_before_anything_begins(name: str, call: Caller, tmp_path: Path)
     [
         ("import shoal\njob = shoal.Job(\n", ["job.py is not valid Python", "job.py:2  job = shoal.Job("]),
         ("def f():\n    return 1 / 0\nf()\n", ["ZeroDivisionError: division by zero", "job.py:2  return 1 / 0"]),
-        ("import no_such_module\n", ["ModuleNotFoundError", "no_such_module", "job.py:1  import no_such_module"]),
+        (
+            "import no_such_module\n",
+            ["ModuleNotFoundError", "no_such_module", "job.py:1  import no_such_module", "pip install no_such_module"],
+        ),
         ("a = 1\n", ["job.py has no shoal.Job", "job = shoal.Job(model=…"]),
         ("import sys\nsys.exit('gone')\n", ["job.py could not be loaded", "job.py:2  sys.exit('gone')"]),
     ],

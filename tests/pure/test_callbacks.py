@@ -235,7 +235,7 @@ class Forgets(shoal.Callback):
         ({"callbacks": Draws()}, "callbacks must be a list of callbacks, not Draws"),
         ({"callbacks": [Forgets()]}, "Forgets, keeps a state on the leader alone"),
         ({"patience": 0}, "patience=0 must be a whole number from 1 up"),
-        ({"patience": 2, "evaluate": None}, "monitor watches 'loss' without evaluate"),
+        ({"patience": 2, "evaluate": None}, "patience watches 'loss' without evaluate"),
         (
             {"patience": 2, "monitor": "min bleu"},
             "monitor names the metric 'bleu', but the job measures loss, accuracy",

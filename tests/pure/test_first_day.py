@@ -3,8 +3,10 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import shoal
@@ -13,10 +15,13 @@ from helpers.job_files import LOOP
 from shoal.driver.make_plan import plan_for
 from shoal.errors import JobError
 from shoal.job.load import load_job
+from shoal.job.loss import Objective
+from shoal.job.missing_package import install_command
 from shoal.job.read_source import FileKind, file_kind
 from shoal.report.run_folder import find_run, list_runs
 from shoal.report.run_index import INDEX_NAME, add_run
 from shoal.worker.run_config import RunConfig
+from shoal.worker.training_state import Batch
 
 # -- which file it is -------------------------------------------------------------------------------------------------
 
@@ -152,3 +157,45 @@ def test_runs_elsewhere_are_known(tmp_path: Path) -> None:
     outside = make_run(tmp_path / "out")
     add_run(outside, away / "runs")
     assert [line.path for line in list_runs(away / "runs")] == [str(outside)], "absolute where it lies outside"
+
+
+# -- losses, batches and packages -------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_fails_says_what_it_was_called_with() -> None:
+    job = small_job(loss=lambda output: output.mean())
+    with pytest.raises(TypeError) as caught:
+        Objective(job, nn.Linear(2, 3))((torch.ones(4, 2), ["cat", "dog", "cat", "dog"]))
+    assert caught.value.__notes__ == [
+        "the loss (<lambda>) was called with (output, target): 4×3 float32, list of 4 str"
+    ]
+
+
+def test_a_loss_is_not_a_class() -> None:
+    with pytest.raises(JobError, match="loss=CrossEntropyLoss is a class") as caught:
+        small_job(loss=nn.CrossEntropyLoss)
+    assert caught.value.fix == "loss=CrossEntropyLoss()"
+
+
+def test_patience_that_follows_keep_best_is_named_itself() -> None:
+    with pytest.raises(JobError, match="patience watches 'accuracy' without evaluate"):
+        small_job(loss=nn.functional.cross_entropy, patience=3, keep_best="accuracy")
+
+
+def test_a_batch_of_a_loop_has_no_entries() -> None:
+    with pytest.raises(JobError, match=r"batch\[0\] works in the closure alone") as caught:
+        Batch(step=0, epoch=0, indices=[1, 2])[0]
+    assert "run.backward(batch" in (caught.value.fix or "")
+
+
+def test_a_package_that_is_missing() -> None:
+    assert install_command(ModuleNotFoundError(name="torch.no_such_part")) is None
+    assert (install_command(ModuleNotFoundError(name="no_such")) or "").startswith("pip install no_such;")
+    assert install_command(ModuleNotFoundError(name="cv2")) == "pip install opencv-python-headless"
+    assert install_command(ImportError("other")) is None
+
+
+def small_job(**fields: Any) -> shoal.Job:
+    data = (torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
+    whole = {"model": lambda: nn.Linear(2, 3), "data": data, "optimizer": torch.optim.SGD, "batch": 4, "steps": 1}
+    return shoal.Job(**whole, **fields)

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from helpers.command import Caller, refused
-from shoal.driver.outcome import script_stopped
+from shoal.driver.outcome import first_cause, script_stopped
 from shoal.driver.script_watch import observation_interval
 from shoal.report import events
 from shoal.report.aggregate import RunTally
@@ -133,3 +133,17 @@ def test_arguments_of_a_script_come_after_two_dashes(words: list[str], fix: str,
 def test_a_misspelled_option_of_run_is_still_recognised(call: Caller) -> None:
     error = refused(call, "run", "s.py", "--worker", "2")
     assert "unknown option --worker" in error and "did you mean --workers?" in error
+
+
+def test_a_killed_worker_is_the_cause_not_the_lost_connection_of_another() -> None:
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:52378"
+    noticed = events.WorkerFailed(time=30.0, rank=0, kind="RuntimeError", message=lost)
+    left = events.WorkerExited(time=30.2, rank=0, code=1)
+    killed = tallied(STARTED, begun(0), begun(1), noticed, events.WorkerExited(time=30.1, rank=1, code=-9), left)
+    cause = first_cause(killed)
+    assert cause is not None and (cause.rank, "SIGKILL" in cause.message) == (1, True)
+    own = events.WorkerFailed(time=30.1, rank=1, kind="ValueError", message="ValueError: no")
+    raised = tallied(STARTED, begun(0), begun(1), noticed, own, left, events.WorkerExited(time=30.3, rank=1, code=1))
+    assert first_cause(raised) == own
+    alone = first_cause(tallied(STARTED, begun(0), begun(1), noticed, left))
+    assert alone is not None and alone.message == lost

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from shoal.cli.main import main
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write, live_view
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
@@ -287,6 +289,17 @@ def test_list_of_runs_reads_reports_and_events(three_runs: Path) -> None:
     shown = console.file.getvalue().splitlines()
     assert len(shown) == 4
     assert all(word in shown[3] for word in ("7f3a", "text.py", "done", "40", "val loss 1.1"))
+
+
+def test_list_of_runs_in_a_pipe_keeps_its_rows_whole(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with find_run("7f3a", three_runs) as folder:
+        value = json.loads(folder.report.read_text())
+        value["metrics"] = {"loss": 1.1, "accuracy of the second head": 0.8721}
+        folder.report.write_text(json.dumps(value))
+    assert main(["runs", "--root", str(three_runs)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4
+    assert any("val loss 1.1  val accuracy of the second head 0.8721" in line for line in shown)
 
 
 def test_run_that_was_taken_up_again_is_unfinished_in_spite_of_its_old_report(three_runs: Path) -> None:

@@ -612,6 +612,15 @@ def test_members_must_have_finished_and_agree() -> None:
     assert "different weights" in str(outcome.final_error(other, "done", summarize_run(other)))
 
 
+def test_an_error_after_a_checkpoint_says_how_to_go_on() -> None:
+    saved = CheckpointSaved(time=170.0, step=700, path="runs/7f3a/checkpoints/700", num_bytes=1, seconds=0.1)
+    own = WorkerFailed(time=180.0, rank=0, kind="KeyError", message="KeyError: 'x'", step=700)
+    tally = tallied([*BEFORE, saved, own])
+    value = summarize_run(tally, outcome="failed", failure=own, folder="my runs/7f3a")
+    text = str(outcome.final_error(tally, "failed", value))
+    assert text.endswith("  fix: mend it, then go on with --resume 'my runs/7f3a'")
+
+
 def test_a_loss_that_ends_the_run_is_the_error() -> None:
     action = "the run ends: 3 workers are left, and --min-workers is 4"
     events: list[AnyEvent] = [

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from shoal.driver.verify import placement, placements
+import pytest
+
+from shoal.driver.outcome import RunInterrupted
+from shoal.driver.verify import placement, placements, runs_folder, stops_at
 
 
 def test_placements() -> None:
@@ -14,3 +17,16 @@ def test_placements() -> None:
     ]
     assert placements([1, 2], ["auto"], False, 5)[-1] == placement(workers=2, shares="auto")
     assert placements([1], [], True, 1)[-1] == replace(placement(workers=1, stop_after=1), resume_workers=1)
+
+
+def test_a_stop_by_the_user_ends_the_comparison_and_promises_nothing() -> None:
+    def stop(step: int) -> None:
+        raise RunInterrupted("stopped", where="checkpoint", fix="--resume x", report={"steps": step})
+
+    with stops_at(4):
+        stop(4)  # on purpose
+    with pytest.raises(RunInterrupted) as caught, runs_folder() as root, stops_at(4):
+        stop(3)
+    assert str(caught.value) == "stopped before all runs were compared: nothing is kept"
+    assert caught.value.exit_code == 130
+    assert not root.exists()

@@ -124,7 +124,7 @@ def stopped_run(call: Caller, folder: Path, **job: str) -> Path:
     result = call("train", "job.py", "--run-dir", "run", "--checkpoint-every", "2", "--stop-after", "4")
     assert result.code == 3
     assert result.err.splitlines()[-3:] == [
-        "stopped: stopped after step 4: stop after step 4",
+        "stopped after step 4: --stop-after 4",
         "  checkpoint: step 4",
         "  fix: go on with --resume run",
     ]

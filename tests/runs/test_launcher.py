@@ -275,9 +275,11 @@ def test_an_error_names_worker_step_lane_and_the_users_line(
     assert said == [
         f"error: worker {rank}, step 5, lane {lane}: ValueError: bad label 7",
         f"  job.py:{line}  in check:  raise ValueError('bad label 7')",
+        "  the loss (loss) was called with (output, target): 4×3 float32, 4×2 int64",
         "  nothing of step 5 was applied",
         "  checkpoint: step 5",
         f"  log: run/worker-{rank}.log",
+        "  fix: mend it, then go on with --resume run",
     ]
     assert "Traceback" not in result.err
     assert "Traceback" in (tmp_path / "run" / f"worker-{rank}.log").read_text()
@@ -417,7 +419,7 @@ def test_an_interrupted_run_finishes_its_step_and_can_be_resumed(
         result = running.end()
     assert result.code == 3
     assert result.err.endswith(
-        "stopped: stopped after step 7: asked to stop\n  checkpoint: step 7\n  fix: go on with --resume run\n"
+        "stopped after step 7: asked to stop\n  checkpoint: step 7\n  fix: go on with --resume run\n"
     )
     assert "Traceback" not in result.err
     resumed = call.train("job.py", "--resume", "run", "--workers", "1")
@@ -434,6 +436,6 @@ def test_a_second_interrupt_ends_at_once_and_loses_no_checkpoint(call: Caller, t
         result = running.end()
     assert result.code == 3
     assert "Traceback" not in result.err
-    assert "stopped: stopped after step " in result.err
+    assert "stopped after step " in result.err
     assert all_gone([event["pid"] for event in events(Path("run"), "worker-started")])
     assert call.train("job.py", "--resume", "run").sha256 == call.train("job.py").sha256

@@ -42,6 +42,7 @@ def test_a_logger_of_one_s_own_beside_others() -> None:
     assert mine.losses[-1] == report.final_loss
     with (report.folder / "metrics.csv").open(newline="") as file:
         assert float(list(csv.DictReader(file))[-1]["training/loss"]) == report.final_loss
+    assert "metrics.csv" in report.value["files"]
     assert report.value["loggers_failed"] == [{"logger": "Breaks", "reason": "ConnectionError: no route to the server"}]
 
 

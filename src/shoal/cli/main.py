@@ -98,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         if "--json" in words and (report := getattr(error, "report", None)) is not None:
             print_json(report)
-        print(f"{'stopped' if isinstance(error, Stopped) else 'error'}: {error}", file=sys.stderr)
+        kind = "stopped" if isinstance(error, Stopped) else "error"
+        print(f"{error}" if error.message.startswith(f"{kind} ") else f"{kind}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped: interrupted before the run began", file=sys.stderr)

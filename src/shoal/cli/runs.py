@@ -10,6 +10,7 @@ from shoal.report.run_folder import DEFAULT_ROOT, list_runs
 from shoal.report.runs_table import runs_table
 
 EXAMPLE = "shoal runs"
+PIPE_WIDTH = 160
 
 
 def arguments(parser: CommandParser) -> None:
@@ -22,5 +23,7 @@ def call(given: argparse.Namespace) -> int:
     if given.json:
         print_json(lines)
     else:
-        Console().print(runs_table(lines))
+        screen = Console()
+        # A pipe has no width of its own: rows stay whole there.
+        (screen if screen.is_terminal else Console(width=PIPE_WIDTH)).print(runs_table(lines))
     return 0

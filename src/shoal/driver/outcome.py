@@ -12,6 +12,7 @@ from shoal.report.incidents import Incident
 from shoal.report.wording import end_text, exit_text, sentence
 
 LOG_LINES = 3  # of a lost worker's log
+LOST_CONNECTIONS = ("Connection closed by peer", "Connection reset by peer")  # what gloo says of a peer that is gone
 # Kinds whose message names the place.
 SELF_EXPLAINING = ("CheckpointError", "JobError", "MismatchError", "NonFiniteError", "ServerLost")
 
@@ -45,8 +46,8 @@ def outcome(tally: RunTally, *, size: int, interrupted: bool) -> str:
 
 def first_cause(tally: RunTally) -> WorkerFailed | None:
     """The first cause: a worker's own error, else a death by signal, else a lost peer."""
-    failures = sorted(tally.open_failures, key=lambda failure: (failure.kind == "PeerLost", failure.time))
-    if failures and failures[0].kind != "PeerLost":
+    failures = sorted(tally.open_failures, key=lambda failure: (_names_a_peer(failure), failure.time))
+    if failures and not _names_a_peer(failures[0]):
         return failures[0]
     server = next((fault for fault in tally.incidents if fault.kind == "server-lost" and fault.ends_the_run), None)
     if server is not None:
@@ -58,6 +59,11 @@ def first_cause(tally: RunTally) -> WorkerFailed | None:
     if silent:
         return _silent_death(silent[0], tally.step)
     return failures[0] if failures else None
+
+
+def _names_a_peer(failure: WorkerFailed) -> bool:
+    """Whether a worker failed because another one was gone: by Shoal's own error, or by gloo's."""
+    return failure.kind == "PeerLost" or any(words in failure.message for words in LOST_CONNECTIONS)
 
 
 def _fatal(tally: RunTally) -> Incident | None:
@@ -136,6 +142,8 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
     fix = failure.fix
     if failure.kind == "WorkerLost" and saved:
         fix = f"go on with --resume {shlex.quote(report['folder'])}; {fix}"
+    elif fix is None and saved and failure.kind not in SELF_EXPLAINING:
+        fix = f"mend it, then go on with --resume {shlex.quote(report['folder'])}"
     found = RunFailed(message, where=where, fix=fix, report=report)
     found.exit_code = failure.exit_code
     return found

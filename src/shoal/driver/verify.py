@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,8 @@ from shoal.driver.check_plan import check_servers
 from shoal.driver.launch import train_opened
 from shoal.driver.launchers.lab import Lab
 from shoal.driver.make_plan import open_job
-from shoal.driver.outcome import RunFailed
-from shoal.errors import InputError, Stopped
+from shoal.driver.outcome import RunFailed, RunInterrupted
+from shoal.errors import InputError
 from shoal.job.job import Job
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import SCHEDULE_NAMES
@@ -185,7 +185,7 @@ class VerifiedJob:
         config = traced_config(placed, folder, steps)
         launcher = None if placed.lab is None else placed.lab.launcher
         if config.checkpoint.stop_after is not None:
-            with suppress(Stopped):
+            with stops_at(config.checkpoint.stop_after):
                 train_opened(opened, config, name=self.name, launcher=launcher)
             config = config.changed(workers=placed.resume_workers, resume=True, stop_after=None)
         report = train_opened(opened, config, name=self.name, launcher=launcher)
@@ -223,6 +223,16 @@ def compare_placements(subject: Verified, wanted: list[VerifyPlacement], steps: 
 
 
 @contextmanager
+def stops_at(step: int) -> Iterator[None]:
+    """For a run that is stopped on purpose after a step: a stop before it is the user's."""
+    try:
+        yield
+    except RunInterrupted as stopped:
+        if stopped.report["steps"] < step:
+            raise
+
+
+@contextmanager
 def runs_folder() -> Iterator[Path]:
     """A temporary folder for the runs. Of a run that failed, all but its checkpoints stays: the error names its log."""
     root = Path(tempfile.mkdtemp(prefix="shoal-verify-"))
@@ -232,6 +242,10 @@ def runs_folder() -> Iterator[Path]:
     except RunFailed as error:
         kept = Path(error.report["folder"])
         error.where = (*error.where, f"kept: {kept}")
+        raise
+    except RunInterrupted as error:  # its folder goes with the others, so there is nothing to resume
+        error.message, error.where, error.fix = "stopped before all runs were compared: nothing is kept", (), None
+        error.exit_code = 130
         raise
     finally:
         for folder in root.iterdir():

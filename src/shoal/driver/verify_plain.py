@@ -51,7 +51,8 @@ class PlainResult:
         return (
             "the usual reason: the loss is a mean over something that lanes hold different numbers of (tokens, boxes),"
             ' and lanes are weighted by samples; return (sum, count) from the loss, or loss="model" for a model that'
-            " returns its own"
+            " returns its own; or the model sees padding, which a collate_fn adds up to the longest sample of a lane,"
+            " not of the batch: mask it, or pad to one length"
         )
 
 

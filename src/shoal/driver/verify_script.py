@@ -1,15 +1,22 @@
 """`shoal verify script.py`: runs a loop that calls `shoal.join` as `shoal run` does, on several numbers of workers."""
 
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.driver.launch import run_with
 from shoal.driver.outcome import RunInterrupted
-from shoal.driver.verify import StepDigests, VerifyPlacement, VerifyRow, read_digests, traced_config, verify_row
-from shoal.errors import InputError, Stopped
+from shoal.driver.verify import (
+    StepDigests,
+    VerifyPlacement,
+    VerifyRow,
+    read_digests,
+    stops_at,
+    traced_config,
+    verify_row,
+)
+from shoal.errors import InputError
 from shoal.worker.run_config import RunConfig
 
 
@@ -23,12 +30,14 @@ class VerifiedScript:
     def trace(self, placed: VerifyPlacement, folder: Path, steps: int) -> tuple[VerifyRow, StepDigests]:
         config = traced_config(placed, folder, steps)
         if config.checkpoint.stop_after is not None:
-            with suppress(Stopped):
+            with stops_at(config.checkpoint.stop_after):
                 self._run(placed, config)
             config = config.changed(workers=placed.resume_workers, resume=True)
         try:
             value = self._run(placed, config.changed(stop_after=steps))
-        except RunInterrupted as stopped:  # after the steps that were asked for
+        except RunInterrupted as stopped:
+            if stopped.report["steps"] < steps:  # by Ctrl-C, not after the steps that were asked for
+                raise
             value = stopped.report
         if not value["weights_sha256"]:
             raise not_joined(self.script)

@@ -156,6 +156,9 @@ class Job:
                 }
                 extra = extras.get(name, "")
                 raise JobError(f"{name} must be callable, not {kind}{extra}")
+        if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
+            name = self.loss.__name__
+            raise JobError(f"loss={name} is a class, and a loss is called with (output, target)", fix=f"loss={name}()")
         if isinstance(self.optimizer, Optimizer):
             raise JobError("optimizer is an instance; the job builds it", fix="optimizer=lambda named: SGD(named, 0.1)")
         if self.scheduler is not None and not several and not callable(self.scheduler):
@@ -212,7 +215,8 @@ class Job:
         monitored = [("callbacks", each.metric) for each in self.callbacks if isinstance(each, EarlyStopping)]
         if self.patience is not None:
             _check_integer("patience", self.patience, minimum=1)
-            monitored.append(("monitor", MonitoredMetric.parse(self.monitored, "monitor")))
+            named = "patience" if self.monitor is None else "monitor"
+            monitored.append((named, MonitoredMetric.parse(self.monitored, named)))
         elif self.monitor is not None:
             raise JobError(f"monitor={self.monitor!r} without patience: nothing waits for it", fix="patience=3")
         if self.keep_best is not None:

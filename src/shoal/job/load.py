@@ -11,6 +11,7 @@ from typing import Any
 from shoal.errors import InputError, ShoalError
 from shoal.job.cuda_errors import explain_cuda_error
 from shoal.job.job import Job
+from shoal.job.missing_package import install_command
 from shoal.job.read_source import file_kind
 from shoal.job.settings import parse_setting
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
@@ -55,7 +56,7 @@ def _load(path: Path) -> Any:
     except (Exception, SystemExit) as error:
         line = _failing_line(path, error)
         message = f"{path} could not be loaded: {type(error).__name__}: {error}"
-        explained, fix = explain_cuda_error(error, line or "") or (message, None)
+        explained, fix = explain_cuda_error(error, line or "") or (message, install_command(error))
         raise InputError(explained, where=[line] if line else [], fix=fix) from error
     return module
 

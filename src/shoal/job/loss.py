@@ -51,14 +51,27 @@ class Objective:
         output = self._to_fp32(output)
         if self.model_has_loss:
             return self._loss_of_model(output, batch)
-        assert callable(self.job.loss)
         target = target_of(batch, model_has_loss=False)
         if not self.lane_counts.looking or not torch.is_grad_enabled():
-            return self.job.loss(output, target)
+            return self._call_loss(output, target)
         with MeanWatch() as watch:
-            found = self.job.loss(output, target)
+            found = self._call_loss(output, target)
         self.lane_counts.add(watch.count_of(found), batch_length(batch))
         return found
+
+    def _call_loss(self, output: Any, target: Any) -> Any:
+        assert callable(self.job.loss)
+        try:
+            return self.job.loss(output, target)
+        except ShoalError:
+            raise
+        except Exception as error:
+            # Of a loss of torch's own no line is the user's: this says what it was called with.
+            name = getattr(self.job.loss, "__name__", type(self.job.loss).__name__)
+            second = "batch" if isinstance(target, Mapping) else "target"
+            shown = ModelCall((output, target), {})
+            error.add_note(f"the loss ({name}) was called with (output, {second}): {shown}")
+            raise
 
     def _loss_of_model(self, output: Any, batch: Any) -> Any:
         """With the number of items that it is a mean over, where that is seen: a lane with more of them counts for

@@ -124,6 +124,8 @@ def _shown(value: Any) -> str:
         return f"{'×'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list) and value:
+        return f"{type(value).__name__} of {len(value)} {type(value[0]).__name__}"
     return type(value).__name__
 
 

@@ -113,7 +113,8 @@ class RunFolder:
     def files(self) -> list[str]:
         """The names of the run's main files that exist."""
         weights = (self.model, self.path / "best.safetensors", self.path / "ema.safetensors")
-        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, *weights)
+        logs = (self.path / "metrics.csv", self.path / "tensorboard")
+        known = (self.report, self.plan, self.prediction, self.config, self.events, self.metrics, *weights, *logs)
         return [file.name for file in known if atomic_write.exists(file)]
 
     def write_json(self, path: Path, value: Any) -> None:

@@ -4,6 +4,7 @@ import re
 
 from shoal.errors import PeerLost, RunError, ShoalError
 from shoal.job.cuda_errors import explain_cuda_error
+from shoal.job.missing_package import install_command
 from shoal.numerics.user_frames import format_line, is_user_file, user_line
 from shoal.report import human
 from shoal.report.events import WorkerFailed
@@ -25,7 +26,7 @@ def failure_event(error: BaseException, rank: int, run: Run | None, log: str, li
         kind = "PeerLost" if isinstance(error, PeerLost) else type(error).__name__
         message, where, fix, code = error.message, list(error.where), error.fix, error.exit_code
     else:
-        kind, fix, code = type(error).__name__, None, 1
+        kind, fix, code = type(error).__name__, install_command(error), 1
         text = _first_line(error)
         message = f"{kind}: {text}" if text else kind
         line = child_line(str(error)) or user_line(error)

@@ -56,8 +56,14 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        raise JobError(
-            "an item of run.batches() is a global batch, not its tensors: it cannot be unpacked or iterated over",
+        raise self._not_tensors("it cannot be unpacked or iterated over")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._not_tensors(f"batch[{key!r}] works in the closure alone")
+
+    def _not_tensors(self, reason: str) -> JobError:
+        return JobError(
+            f"an item of run.batches() is a global batch, not its tensors: {reason}",
             where="run.backward calls the closure with the tensors of each microbatch, as the loader collates them",
             fix="for batch in run.batches(): loss = run.backward(batch, lambda b: loss_of(model(b[0]), b[1]))",
         )
@@ -210,7 +216,7 @@ class TrainingState(ABC):
         after = self.config.checkpoint.stop_after
         if any(request & STOP for request in requested):
             return "asked to stop"
-        return f"stop after step {after}" if after is not None and self.step >= after else ""
+        return f"--stop-after {after}" if after is not None and self.step >= after else ""
 
     # -- records ------------------------------------------------------------------------------------------------------
 
