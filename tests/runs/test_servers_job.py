@@ -311,9 +311,7 @@ def test_every_batch_counts_once_for_a_table_though_a_worker_was_killed(
 def test_after_a_server_was_killed_lockstep_has_the_same_bits(
     shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        synchronous, "SNAPSHOT_SECONDS", 1e9
-    )  # on any machine only the first step is kept
+    monkeypatch.setattr(synchronous, "SNAPSHOT_SECONDS", 1e9)  # on any machine only the first step is kept
     run = tmp_path / "run"
     this = job(loss=Fatal(run, worker=1, call=20, server=shard), clip_norm=0.4)
     found = train(this, run, workers=2, servers=2)
