@@ -159,6 +159,20 @@ def test_runs_elsewhere_are_known(tmp_path: Path) -> None:
     assert [line.path for line in list_runs(away / "runs")] == [str(outside)], "absolute where it lies outside"
 
 
+def test_runs_elsewhere_survive_lines_that_name_no_folder(tmp_path: Path) -> None:
+    """None of them hides the others, nor ends a run that notes itself there; a torn last line takes none with it."""
+    root, fresh = Path("runs"), make_run(tmp_path / "fresh")
+    make_run(tmp_path / "good")
+    root.mkdir()
+    Path("circle").symlink_to("circle")
+    spoilt = [r'{"path":"a\u0000b"}', '{"path":"circle"}', '{"path":"' + 5000 * "x" + '"}']
+    (root / INDEX_NAME).write_text("\n".join([*spoilt, '{"path":"good"}', '{"path":"ha']))
+    add_run(fresh, root)
+    add_run(fresh, root)
+    assert {line.id for line in list_runs(root)} == {"good", "fresh"}
+    assert len((root / INDEX_NAME).read_text().splitlines()) == len(spoilt) + 3
+
+
 # -- losses, batches and packages -------------------------------------------------------------------------------------
 
 

@@ -105,6 +105,14 @@ def play(log: LogStream, *events: AnyEvent) -> None:
     log.finish({"outcome": "done", "weights_sha256": "abc", "final_loss": 1.0, "stopped": None})
 
 
+def test_a_callback_s_own_step_does_not_replace_the_row_s(tmp_path: Path) -> None:
+    own = MetricsLogged(rows=[LoggedValues(step=7, epoch=0, time=0.0, values={"step": 0.5})])
+    log, failures = stream(CsvLogger(), folder=tmp_path)
+    play(log, STARTED, own)
+    assert not failures
+    assert (tmp_path / "metrics.csv").read_text().split() == ["step,logged/step", "7,0.5"]
+
+
 def test_a_logger_begins_and_finishes_once() -> None:
     logger = Keeps()
     log, _ = stream(logger)

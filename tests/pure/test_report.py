@@ -322,6 +322,19 @@ def test_list_survives_a_spoilt_run_and_a_long_one(three_runs: Path) -> None:
     assert (found["7f99"].steps, found["7f99"].workers) == (12_020, 2)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"ended": "noon"}, {"ended": 1e300}, {"steps": "x"}, {"metrics": [1]}, {"final_loss": "x"}, {"outcome": 7}],
+    ids=str,
+)
+def test_list_survives_a_report_that_was_edited(three_runs: Path, change: dict[str, Any]) -> None:
+    path = three_runs / "7f3a" / "report.json"
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | change))
+    lines = list_runs(three_runs)
+    Console(file=io.StringIO(), width=120).print(runs_table(lines))
+    assert {line.id for line in lines} == {"beef", "7f99", "7f3a"}
+
+
 # the tally
 
 

@@ -35,13 +35,16 @@ def call(given: argparse.Namespace) -> int:
         )
         return 0
     try:
-        value = msgspec.json.decode(folder.report.read_bytes())
+        value = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         fix = f"--resume {shlex.quote(str(folder.path))} goes on with it"
         raise InputError(f"{folder.path} has no report yet: the run goes on, or was killed", fix=fix) from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
-    print_report(value, given.json, details=True)
+    try:
+        print_report(value, given.json, details=True)
+    except KeyError as missing:
+        raise InputError(f"{folder.report} has no {missing}: it is no report of a run, or was edited") from missing
     return 0
 
 

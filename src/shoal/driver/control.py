@@ -189,7 +189,7 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
 def server_driver_pid(folder: RunFolder) -> int | None:
     """The driver's process id of a run with parameter servers; None: the run has no servers, or is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
-        found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes())
+        found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes(), type=dict[str, Any])
         if process_state(found["pid"], found["began"]) is not None:
             return int(found["pid"])
     return None

@@ -11,7 +11,7 @@ import secrets
 import shlex
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,6 +30,7 @@ from shoal.report.events import (
 )
 
 DEFAULT_ROOT = Path("runs")
+LAST_TIME = 253402214400.0  # of a run, in seconds since 1970: the end of year 9999, beyond which no calendar goes
 FORMAT = 2  # of a run folder, in config.json; 1 was Shoal 0.1, which wrote no number
 
 
@@ -173,6 +174,18 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: bool = False  # its folder is not under the others': its path names it
 
 
+class _ReportLine(msgspec.Struct, frozen=True):
+    """What a list of runs reads in report.json."""
+
+    outcome: str
+    job: str
+    workers: int | None
+    steps: int
+    final_loss: float | None
+    metrics: dict[str, float | None]
+    ended: Annotated[float, msgspec.Meta(ge=0, le=LAST_TIME)] | None = None
+
+
 def find_run(name: str | None, root: Path = DEFAULT_ROOT) -> RunFolder:
     """The run of this folder, id or beginning of an id; without a name the newest."""
     found = _newest_first(root)
@@ -201,18 +214,18 @@ def list_runs(root: Path = DEFAULT_ROOT) -> list[RunLine]:
 def _run_line(folder: RunFolder) -> RunLine:
     line = RunLine(id=folder.id, path=str(folder.path), when=_last_written(folder.path), outcome="unfinished")
     ended = 0.0
-    with contextlib.suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
-        report = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
-        ended = report.get("ended") or line.when
+    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+        report = msgspec.json.decode(folder.report.read_bytes(), type=_ReportLine)
+        ended = report.ended or line.when
         line = msgspec.structs.replace(
             line,
             when=ended,
-            outcome=report["outcome"],
-            job=report["job"],
-            workers=report["workers"],
-            steps=report["steps"],
-            loss=report["final_loss"],
-            metrics=report["metrics"],
+            outcome=report.outcome,
+            job=report.job,
+            workers=report.workers,
+            steps=report.steps,
+            loss=report.final_loss,
+            metrics=report.metrics,
         )
     with contextlib.suppress(OSError):
         for text in atomic_write.head_and_tail(folder.events, 64 * 1024):

@@ -6,10 +6,11 @@ are gone, or named twice, are dropped by the reader.
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
+
+from shoal.report.atomic_write import LineFile
 
 INDEX_NAME = "elsewhere.jsonl"
 
@@ -26,24 +27,25 @@ def add_run(path: Path, root: Path) -> None:
     text = str(own.relative_to(base) if own.is_relative_to(base) else own)
     with contextlib.suppress(OSError):
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / INDEX_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, msgspec.json.encode(IndexLine(text)) + b"\n")
-        finally:
-            os.close(descriptor)
+        with contextlib.closing(LineFile(root / INDEX_NAME)) as lines:
+            lines.append(msgspec.json.encode(IndexLine(text)))
 
 
 def runs_elsewhere(root: Path) -> list[Path]:
     """The folders that are still there, each once."""
-    return [root.parent / path for path in _folders(root).values() if (root.parent / path).is_dir()]
+    return [root.parent / path for path in _folders(root).values()]
 
 
 def _folders(root: Path) -> dict[Path, Path]:
-    """Resolved path -> the path as it was noted."""
+    """Of the folders that are there: resolved path -> the path as it was noted."""
     found: dict[Path, Path] = {}
+    lines: list[bytes] = []
     with contextlib.suppress(OSError):
-        for line in (root / INDEX_NAME).read_bytes().splitlines():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
-                path = Path(msgspec.json.decode(line, type=IndexLine).path)
+        lines = (root / INDEX_NAME).read_bytes().splitlines()
+    for line in lines:
+        # A torn line, or a path that cannot be: too long, a circle of links (RuntimeError), a zero byte (ValueError).
+        with contextlib.suppress(msgspec.MsgspecError, OSError, RuntimeError, ValueError):
+            path = Path(msgspec.json.decode(line, type=IndexLine).path)
+            if (root.parent / path).is_dir():
                 found[(root.parent / path).resolve()] = path
     return found

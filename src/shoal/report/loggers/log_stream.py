@@ -32,8 +32,13 @@ def values_of(event: AnyEvent) -> list[tuple[int, dict[str, float]]]:
     if isinstance(event, ModelEvaluated):
         return [(event.step, {f"evaluation/{name}": _number(value) for name, value in event.metrics.items()})]
     if isinstance(event, MetricsLogged):
-        return [(row.step, {name: _number(value) for name, value in row.values.items()}) for row in event.rows]
+        return [(row.step, {_own(name): _number(value) for name, value in row.values.items()}) for row in event.rows]
     return []
+
+
+def _own(name: str) -> str:
+    """A callback's name of a value. Loggers have a `step` already: that of the row."""
+    return f"logged/{name}" if name == "step" else name
 
 
 def _number(value: float | None) -> float:
