@@ -134,6 +134,65 @@ def test_every_shard_of_a_sharded_model_is_saved(call: Caller, tmp_path: Path) -
     assert call.train(job, "--resume", "run").sha256 == expected
 
 
+COUNTING = """
+def constant(output, target):
+    if os.path.exists("metric"):
+        raise ValueError("metric")
+    return torch.ones(())
+
+
+class Bug(shoal.Callback):
+    on_all_workers = True
+
+    def on_step(self, info):
+        if info.step == 4 and os.path.exists("callback"):
+            raise ValueError("callback")
+
+
+class Count(shoal.Callback):
+    on_all_workers = True
+
+    def __init__(self):
+        self.losses, self.evaluations = [], []
+
+    def on_step(self, info):
+        self.losses.append((info.step, info.loss, "0.weight" in info.gradients))
+
+    def on_evaluate(self, info):
+        self.evaluations.append(info.step)
+
+    def state_dict(self):
+        return {"losses": self.losses, "evaluations": self.evaluations}
+
+    def load_state_dict(self, state):
+        self.losses, self.evaluations = state["losses"], state["evaluations"]
+
+    def on_end(self, info):
+        if info.leader:
+            with open("told", "w") as file:
+                print(self.losses, self.evaluations, file=file)
+"""
+
+
+@pytest.mark.parametrize("kind", ["metric", "callback"])
+def test_an_evaluation_that_an_error_has_cut_off_counts(kind: str, call: Caller, tmp_path: Path) -> None:
+    """The metric never improves: training ends after three evaluations more, so each that is left out is two steps."""
+    held_out = "evaluate=(x[:8], torch.stack([labels, labels], 1)[:8]), metrics={'m': constant}, evaluate_every=2"
+    stops = "steps=10, patience=3, monitor='max m', keep_best='max m', callbacks=[Bug(), Count()]"
+    job = write_job(tmp_path, top=COUNTING, fields=f"{held_out}, {stops}")
+    expected = call.train(job)
+    told = Path("told").read_text()
+    assert expected.value["steps"] == 8
+    first = "2" if kind == "metric" else "4"  # the step of the error
+    Path(kind).touch()
+    result = call("train", job, "--workers", "2", "--run-dir", "run")
+    assert f"ValueError: {kind}" in result.err and f"  checkpoint: step {first}\n" in result.err
+    Path(kind).unlink()
+    resumed = call.train(job, "--resume", "run", "--workers", "2")
+    assert (resumed.value["steps"], resumed.sha256) == (8, expected.sha256)
+    assert Path("told").read_text() == told
+
+
 def test_a_mended_loss_goes_on_where_the_user_accepts_it(call: Caller, tmp_path: Path) -> None:
     bug = 'if step == 3 and rank == "1":\n    raise KeyError("label")'
     job = write_job(tmp_path, loss=bug)

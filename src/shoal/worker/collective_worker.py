@@ -41,6 +41,11 @@ class CollectiveWorker:
         self.run.record_loss_scale(self.run.step)
         if self.job.compile:
             compile_blocks(self.setup.built.model, self.run.replica.blocks.names)
+        if self.run.unevaluated:
+            self.run.unevaluated = False
+            self._evaluate(self.run.step)
+            if self._watch is not None:
+                self._watch.catch_up()
         self._epochs = self.run.epochs(self.run.schedule.epochs_of(self.opened.steps))
 
     def next_batch(self) -> Batch | None:
@@ -90,7 +95,12 @@ class CollectiveWorker:
     def end_step(self, batch: Batch, result: StepResult) -> None:
         self.run.update_complete = True
         if self.opened.evaluation_due(batch.step + 1, self.run.schedule):
-            self._evaluate(batch.step + 1)
+            try:
+                self._evaluate(batch.step + 1)
+            except BaseException:
+                with suppress(Exception):  # the first error is what the user needs to see
+                    self.run.leave_unevaluated()
+                raise
         self.run.end_step()
 
     def _evaluate(self, step: int) -> None:

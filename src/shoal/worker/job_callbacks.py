@@ -59,7 +59,9 @@ class JobCallbacks:
         self._call(info, lambda callback, own: callback.on_end(own))
 
     def _call(self, info: StepInfo, call: Callable[[Callback, StepInfo], None], wrote: bool = False) -> None:
-        """`wrote`: this worker, and no other, calls."""
+        """`wrote`: this worker, and no other, calls. Where one fails, the others are called all the same: what they
+        remember is that of a whole step, and is saved with it."""
+        failed: Exception | None = None
         for callback in self.callbacks:
             if not (callback.on_all_workers or info.leader or wrote):
                 continue
@@ -72,8 +74,13 @@ class JobCallbacks:
                     self.leader_stop_reason = self.leader_stop_reason or reason
 
             own = replace(info, log_value=lambda name, value: self._log(info, name, value), stop_training=stop)
-            with preserve_generators(), torch.no_grad():
-                call(callback, own)
+            try:
+                with preserve_generators(), torch.no_grad():
+                    call(callback, own)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     # -- values -------------------------------------------------------------------------------------------------------
 

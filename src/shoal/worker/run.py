@@ -257,14 +257,8 @@ class Run(RunState):
             message = "a batch was taken but run.backward was not called for it"
             raise JobError(message, fix="run.backward(batch, closure)")
         self.checkpoints.policy.stepped(time.perf_counter() - self._step_began)
-        committed, self._committed, self._batch = self._committed, None, None
-        self._applying = self.update_complete = False
-        result = committed.result
-        self.step = committed.batch.step + 1
-        self.membership.set_busy(False)
-        self.record_step(committed.batch, result, self.member_workers)
-        if self.after_step is not None:
-            self.after_step(result)
+        committed, result = self._committed, self._committed.result
+        self._count_step(committed)
         self._record_recovery()
         if self.timer.due:
             self.report()
@@ -289,6 +283,22 @@ class Run(RunState):
         elif self.objective is None and is_early_check(self.step):
             self._compare_weights()
         self._recovery.change_members(result.requested, committed.generation)
+
+    def leave_unevaluated(self) -> None:
+        """The evaluation of the step under way failed, which ends the run: the step counts, and is saved as one that a
+        resumed run has to evaluate first."""
+        self.unevaluated = True
+        if self._committed is not None:
+            self._count_step(self._committed)
+
+    def _count_step(self, committed: CommittedStep) -> None:
+        self._committed = self._batch = None
+        self._applying = self.update_complete = False
+        self.step = committed.batch.step + 1
+        self.membership.set_busy(False)
+        self.record_step(committed.batch, committed.result, self.member_workers)
+        if self.after_step is not None:
+            self.after_step(committed.result)
 
     def _record_recovery(self) -> None:
         if self.disrupted_at is not None and self.leader:

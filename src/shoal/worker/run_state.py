@@ -32,6 +32,7 @@ class RunState(TrainingState):
         self.finished = False
         self.finished_epochs = 0  # passes that are over, with what the loop does after their last batch
         self.evaluations: tuple[int, Any] = (0, None)  # how many there were, and the metrics of the last one
+        self.unevaluated = False  # the last step lacks its evaluation, which failed
         self.order: Sequence[int] = ()  # of the samples in this pass
         self.writers: Sequence[WorkerId] = ()  # of the shards of checkpoints
         self.commit_generation = -1  # the membership generation in which the last step was committed
@@ -116,6 +117,7 @@ class RunState(TrainingState):
             "evaluations": self.evaluations[0],
             **({"inexact": self.inexact} if self.inexact else {}),
             **({"changes": self.changes} if self.changes else {}),
+            **({"unevaluated": True} if self.unevaluated else {}),
             **({"callbacks": self.setup.callbacks.state()} if self.setup.callbacks else {}),
             **self._frozen_by_loop(),
         }
@@ -145,6 +147,7 @@ class RunState(TrainingState):
                 each._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler before it
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
+        self.unevaluated = values.get("unevaluated", False)
         self.changes = changes_of(values, self.live, self.step)
         if "frozen" in values:
             self._restore_frozen(values["frozen"])

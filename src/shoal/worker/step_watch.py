@@ -50,13 +50,27 @@ class StepWatch:
         self.run.record_logged(self.callbacks.take_logged(now=True))
 
     def _after_step(self, result: StepResult) -> None:
-        run, callbacks = self.run, self.callbacks
-        callbacks.on_step(self._info(read_gradients=self._gradients, read_gradient_norm=self._gradient_norm))
-        if self._evaluated:
-            self._evaluated = False
-            callbacks.on_evaluate(self._info())
+        try:
+            info = self._info(read_gradients=self._gradients, read_gradient_norm=self._gradient_norm)
+            self.callbacks.on_step(info)
+        finally:  # an evaluation counts, also if the error of a callback ends the run
+            self._after_evaluation()
         self._report_checkpoint()
         self.optimizer.zero_grad()
+        self._do_what_is_asked()
+
+    def catch_up(self) -> None:
+        """The evaluation that the last step of a resumed run lacked was made."""
+        self._after_evaluation()
+        self._do_what_is_asked()
+
+    def _after_evaluation(self) -> None:
+        if self._evaluated:
+            self._evaluated = False
+            self.callbacks.on_evaluate(self._info())
+
+    def _do_what_is_asked(self) -> None:
+        run, callbacks = self.run, self.callbacks
         if callbacks.save_wanted:
             callbacks.save_wanted, run.save_wanted = False, True
             self._report_best()
