@@ -12,6 +12,7 @@ from helpers.command import Caller, Forked, events, refused, shoal
 from helpers.etcd import free_ports
 from shoal.driver import script_watch
 from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.sqlite_client import server_running
 from shoal.report.events import ScriptStarted, decode
 
 HANGS = """\
@@ -108,9 +109,10 @@ def test_workers_of_a_plain_script_end_with_their_driver(call: Caller) -> None:
         workers = begun(Path("run"))
         driver.kill()
         deadline = time.monotonic() + 20
-        while not gone(workers) and time.monotonic() < deadline:
+        while not (gone(workers) and not server_running(Path("run"))) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert gone(workers), "they do not wait for a driver that cannot come"
+    assert not server_running(Path("run")), "nobody will ask the store anything"
     assert "its workers ended with their driver, so nothing is left to take over" in refused(call, "attach", "run")
     assert not Path("run/driver.json").exists()
 

@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from shoal.driver.launchers.base import LAUNCHER_SOCKET, ProcessProgram
+from shoal.errors import ShoalError
+from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_sockets import listen
 from shoal.worker.start import WorkerStartup
@@ -98,6 +101,7 @@ class _ForkServer:
             self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
         self.workers: dict[int, _Worker] = {}  # by process descriptor
         self.kill_at: float | None = None  # the driver is gone, and workers that end with it have had SIGTERM
+        self.any_joined = False  # a worker that has ended had joined the run
         self.undelivered: list[ForkServerReply] = []  # sent while no driver was connected
 
     def run(self) -> int:
@@ -186,6 +190,7 @@ class _ForkServer:
 
     def _reap(self, watched: int) -> None:
         worker = self.workers.pop(watched)
+        self.any_joined = self.any_joined or bool(worker.outlives_driver[0])
         self.selector.unregister(watched)
         os.close(watched)
         _, status = os.waitpid(worker.pid, 0)
@@ -201,6 +206,9 @@ class _ForkServer:
             self.undelivered.append(reply)
 
     def _close(self) -> int:
+        if self.control is None and self.program.until_joined and not self.any_joined:
+            with suppress(ShoalError, OSError):  # the driver is gone: the store was for workers that never came
+                sqlite_client.stop_server(self.program.folder)
         if self.address is not None:
             self.address.unlink(missing_ok=True)
         return 0
