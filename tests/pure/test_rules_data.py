@@ -45,6 +45,8 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
         ({"target": "accuracy >= 1", "evaluate": ()}, "names the metric 'accuracy', but the job measures loss"),
         ({"target": "better"}, "target 'better' is not understood"),
         ({"metrics": ["accuracy"]}, "metrics must map names to functions"),
+        ({"metrics": {"top\n5": max}}, r"metrics: 'top\\n5' is no name, which is text in one line"),
+        ({"metrics": {5: max}}, "metrics: 5 is no name"),
     ],
 )
 def test_a_job_that_cannot_be_trained_is_refused_at_once(changes: dict[str, Any], message: str) -> None:

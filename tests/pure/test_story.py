@@ -647,6 +647,11 @@ def test_a_loss_that_ends_the_run_is_the_error() -> None:
         "--on-failure shrink goes on without it",
     ]
     assert "killed (SIGKILL); the run ends" in printed(value)
+    unsaved = tallied([*BEFORE, lost(action=f"the run ends: no worker is left, and {outcome.NO_CHECKPOINT}")])
+    cause = outcome.first_cause(unsaved)
+    assert cause is not None and cause.fix == outcome.NEEDS_CHECKPOINTS, (
+        "another worker would have nothing to go on from"
+    )
     saving = [finished(rank, resumable=True, stopped="asked to stop") for rank in range(3)]
     saved = tallied([*events[:-4], *LEADER, *saving])  # those who are left save what there is
     assert outcome.outcome(saved, size=4, interrupted=False) == "failed"

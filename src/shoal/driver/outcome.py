@@ -11,6 +11,8 @@ from shoal.report.human import plural
 from shoal.report.incidents import Incident
 from shoal.report.wording import end_text, exit_text, sentence
 
+NO_CHECKPOINT = "no checkpoint was written"
+NEEDS_CHECKPOINTS = "start it again; --checkpoint 10 saves every 10 steps, from which lost workers are replaced"
 LOG_LINES = 3  # of a lost worker's log
 LOST_CONNECTIONS = ("Connection closed by peer", "Connection reset by peer")  # what gloo says of a peer that is gone
 # Kinds whose message names the place.
@@ -88,7 +90,9 @@ def _fatal_loss(incident: Incident, tally: RunTally) -> WorkerFailed:
         kind="WorkerLost",
         message="; ".join([end_text(incident), *([incident.action] if incident.ends_the_run else [])]),
         where=where,
-        fix="--on-failure replace starts another in its place, --on-failure shrink goes on without it",
+        fix=NEEDS_CHECKPOINTS
+        if incident.action.endswith(NO_CHECKPOINT)
+        else "--on-failure replace starts another in its place, --on-failure shrink goes on without it",
     )
 
 
@@ -120,7 +124,7 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
     if ended == "done":
         return _unequal(tally) or _unsaved(tally, report)
     saved = _saved_steps(tally)
-    at = f"checkpoint: step {max(saved)}" if saved else "no checkpoint was written"
+    at = f"checkpoint: step {max(saved)}" if saved else NO_CHECKPOINT
     if ended == "stopped":
         return RunInterrupted(
             f"stopped after step {tally.step}: {report['stopped'] or 'interrupted'}",

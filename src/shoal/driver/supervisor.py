@@ -12,6 +12,7 @@ from shoal.driver.failure_policy import LossDecision, WorkerRoster, uncovered_sh
 from shoal.driver.interrupts import Interrupts
 from shoal.driver.launchers.base import ProcessExit
 from shoal.driver.log_tail import last_lines
+from shoal.driver.outcome import NO_CHECKPOINT
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.store_monitor import StoreMonitor
@@ -197,7 +198,7 @@ class WorkerSupervisor:
         decision = self.roster.worker_lost(who, took_part=who in self.participants, step=step)
         decision = self._try_another_layout(decision)
         if not decision.end_reason and state and not self._has_checkpoint:
-            decision = LossDecision("the run ends", f"{state}, and no checkpoint was written")
+            decision = LossDecision("the run ends", f"{state}, and {NO_CHECKPOINT}")
         if not decision.end_reason and self.next_plan is None and not self.processes.can_start:
             decision = LossDecision("the others go on, since the process that starts workers is gone")
             if self.launch.layout.shards > 1 and state:

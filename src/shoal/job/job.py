@@ -165,6 +165,9 @@ class Job:
             raise JobError("scheduler is an instance", fix="scheduler=lambda optimizer: StepLR(optimizer, 100)")
         if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
             raise JobError("metrics must map names to functions(output, target)", fix='metrics={"accuracy": accuracy}')
+        for name in self.metrics:
+            if not isinstance(name, str) or not name.isprintable():
+                raise JobError(f"metrics: {name!r} is no name, which is text in one line", fix='{"accuracy": accuracy}')
 
     def _check_batch_split(self) -> None:
         assert self.batch is not None and self.lanes is not None

@@ -1,7 +1,7 @@
 """Means over held-out data: by lanes, added in the tree, each sample once (docs/exact.md rule 18)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.group import SoloGroup, WorkerGroup
+from shoal.errors import JobError
 from shoal.job.dataset import DataSource
 from shoal.numerics.lanes import Span, cut_batch, fold
 from shoal.numerics.seeds import EVALUATION, preserve_generators, seed_everything
@@ -91,9 +92,22 @@ def _measure_own_lanes(
     fetches = [partial(fetch, index) for index in range(len(places))]
     for index, given in measure(fetches):
         values = given if isinstance(given, dict) else {UNNAMED_METRIC: given}
-        names = list(values)
+        names = _checked_names(values)
         found[places[index]] = [_sum_count(value, len(microbatches[index])) for value in values.values()]
     return names, found
+
+
+def _checked_names(values: Mapping[Any, Any]) -> list[str]:
+    """Names travel between workers as lines of one text."""
+    names = list(values)
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable():
+            raise JobError(f"an evaluation names a metric {name!r}", fix='a name is text in one line: {"accuracy": …}')
+    length = len("\n".join(names).encode())
+    if length > NAMES_BYTES:
+        many = f"the names of an evaluation's {len(names)} metrics are {length:,} bytes long together"
+        raise JobError(f"{many}, and at most {NAMES_BYTES:,} are possible", fix="fewer or shorter ones")
+    return names
 
 
 def _sum_count(value: Any, samples: int) -> SumCount:

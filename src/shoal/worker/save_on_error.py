@@ -4,6 +4,8 @@
     in the closure, the model, the data, the loss      yes: nothing of the step is applied
     because a loss is not finite                       yes: likewise
     between two batches, or after the last one         yes
+    in an evaluation of a job                          yes: the step is applied; a resumed run evaluates it first
+    in a callback                                      yes: likewise; the other callbacks have seen the step
     between run.backward and the end of the batch      no: the optimizer may have stepped, or not
     because weights differ among the workers           no: it is not known whose are right
 
