@@ -129,10 +129,7 @@ def test_18_a_mode_comes_back_after_an_error_too() -> None:
     run = joined(model, mlp_data(8))
     with pytest.raises(ZeroDivisionError):
         run.evaluate(mlp_data(8), lambda batch: 1 / 0)
-    for names, text in (
-        (["top\n5"], r"names a metric 'top\\n5'"),
-        ([f"m {i}" for i in range(900)], "900 metrics are"),
-    ):
+    for names, text in ((["top\n5"], r"names a metric 'top\\n5'"), ([f"m {i}" for i in range(900)], "900 metrics are")):
         with pytest.raises(JobError, match=text):  # names that could not travel between workers
             run.evaluate(mlp_data(8), lambda batch, names=names: dict.fromkeys(names, 1.0))
     assert all(module.training for module in model.modules())

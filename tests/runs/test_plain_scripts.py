@@ -38,7 +38,7 @@ def begun(run: Path, workers: int = 2) -> list[ScriptStarted]:
         lines = (run / "events.jsonl").read_bytes().splitlines()
         found = [event for event in map(decode, lines) if isinstance(event, ScriptStarted)]
         if len(found) == workers:
-            return found
+            return sorted(found, key=lambda event: event.rank)
         time.sleep(0.01)
 
 
