@@ -87,6 +87,10 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["job.py", "--run-dir", "job.py/below"],
         ["cannot write to job.py/below: Not a directory", "--run-dir DIR"],
     ),
+    "a misspelt part to accept": (
+        ["job.py", "--resume", "x", "--accept", "los"],
+        ["--accept los", "did you mean loss?"],
+    ),
     "arguments for a script": (["job.py", "--", "--lr", "1"], ["after --", "train runs none"]),
 }
 
@@ -145,7 +149,8 @@ def test_unknown_command_gets_the_nearest(call: Caller) -> None:
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (["run", "missing.py"], ["no script missing.py"]),
+        (["run", "missing.py"], ["no script missing.py", "shoal run path/to/script.py"]),
+        (["run", "jobs.py"], ["no script jobs.py", "did you mean job.py?"]),
         (["run", "job.py", "--workers", "0"], ["0 workers: at least 1", "--workers 1"]),
         (["verify", "missing.py"], ["no file missing.py"]),
         (["verify", "job.py", "--workers", "1,x"], ["--workers 1,x: whole numbers from 1 up", "--workers 1,2,4"]),

@@ -11,6 +11,7 @@ from shoal.driver.script_watch import observation_interval
 from shoal.report import events
 from shoal.report.aggregate import RunTally
 from shoal.report.events import AnyEvent, decode, encode
+from shoal.report.incident_lines import IncidentLines
 from shoal.report.live_view import live_lines, progress_text
 from shoal.report.scripts import newest_scripts
 from shoal.worker.script_process import spawn_advice
@@ -147,3 +148,12 @@ def test_a_killed_worker_is_the_cause_not_the_lost_connection_of_another() -> No
     assert first_cause(raised) == own
     alone = first_cause(tallied(STARTED, begun(0), begun(1), noticed, left))
     assert alone is not None and alone.message == lost
+
+
+def test_an_exit_that_repeats_an_error_is_not_shown() -> None:
+    telling, log = IncidentLines(), RunTally().incident_log
+    telling.add(events.WorkerFailed(time=30.0, rank=0, kind="KeyError", message="KeyError: 1", exit_code=2), 0.0)
+    telling.add(events.WorkerFailed(time=30.0, rank=2, kind="KeyError", message="KeyError: 1"), 0.0)
+    for rank, code in enumerate((2, 5, -9)):  # said before, not said, and another end than was said
+        telling.add(events.WorkerExited(time=30.1, rank=rank, code=code), 0.0)
+    assert [line.partition("  ")[2][:8] for line in telling.rest(log)] == ["worker 1", "worker 2"]

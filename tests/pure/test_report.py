@@ -557,6 +557,13 @@ def test_commands_in_a_report_can_be_pasted() -> None:
     assert "check" not in printed(python), "a job without a file cannot be named on a command line"
 
 
+def test_closing_report_has_the_loss_of_each_pass() -> None:
+    last = steps(0, 40, FIRST, time=104.0, loss=1.0, losses={"judge": -1.5, "maker": 1.0})
+    value = summarize_run(tallied([*TWO_WORKERS, last, FINISHED]), outcome="done", folder="runs/7f3a")
+    assert value["final_losses"] == {"judge": -1.5, "maker": 1.0}
+    assert re.search(r"loss +judge -1.5 +maker 1\b", printed(value))
+
+
 def test_closing_report_of_a_run_that_is_not_exact_says_so() -> None:
     text = printed(summarize_run(tallied([started(exact=False), *TWO_WORKERS[1:], FINISHED])))
     assert "not exact" in text

@@ -15,6 +15,7 @@ from shoal.driver.make_plan import PreparedJob, open_job, plan_for, resolve_comm
 from shoal.driver.result import Report
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.job.job import Job
+from shoal.job.load import nearest_file
 from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
 from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
@@ -195,7 +196,7 @@ def _listed(folder: RunFolder, config: RunConfig) -> RunFolder:
 def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher: Launcher | None = None) -> Report:
     """Starts any script on workers with the environment that torchrun sets. A script that joins has a report."""
     if not script.is_file():
-        raise InputError(f"there is no script {script}")
+        raise InputError(f"there is no script {script}", fix=nearest_file(script) or "shoal run path/to/script.py")
     workers, plan = config.parallel.workers, config.parallel.fixed_plan
     size = workers if workers is not None else plan.workers if plan else 1
     if plan is not None and plan.workers != size:

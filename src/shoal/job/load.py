@@ -17,14 +17,18 @@ from shoal.job.settings import parse_setting
 from shoal.numerics.seeds import MODULE_LOAD, seed_everything
 
 
+def nearest_file(path: Path) -> str | None:
+    """A question that names the Python file whose name is most like one that is missing."""
+    near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
+    return f"did you mean {shlex.quote(str(path.parent / near[0]))}?" if near else None
+
+
 def load_job(spec: str, settings: list[str] | None = None) -> Job:
     """The job that `path.py[:name]` names, with `--set` applied."""
     path_text, _, name = spec.partition(":")
     path = Path(path_text)
     if not path.is_file():
-        near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
-        hint = f"did you mean {shlex.quote(str(path.parent / near[0]))}?" if near else "shoal train path/to/file.py"
-        raise InputError(f"there is no file {path}", fix=hint)
+        raise InputError(f"there is no file {path}", fix=nearest_file(path) or "shoal train path/to/file.py")
     if not name and file_kind(path) in ("joins", "script"):
         fix = f"shoal run {shlex.quote(path_text)}"
         raise InputError(f"{path} has no shoal.Job but a loop of its own, which only shoal run starts", fix=fix)

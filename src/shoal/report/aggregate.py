@@ -125,6 +125,7 @@ class RunTally:
         self.recent = RecentSteps()  # of the leaders
         self.epoch = 0
         self.loss: float | None = None
+        self.pass_losses: dict[str, float | None] = {}  # of the last step, where it has several passes
         self.losses = LossHistory()
         self.learning_rate: float | None = None
         self.training_began: float | None = None
@@ -378,6 +379,7 @@ class RunTally:
         self.recent.add(event)
         self.epoch = event.epoch
         self.loss = event.loss
+        self.pass_losses = event.losses
         self.learning_rate = event.learning_rate
         if event.loss is not None:
             self.losses.add(event.time, event.step, event.loss)

@@ -189,7 +189,9 @@ def _why_not_exact(report: Report) -> str:
 
 def _results(report: Report) -> Iterator[Row]:
     if report["steps"]:
-        yield "loss", human.value(report["final_loss"])
+        passes = report.get("final_losses") or {}
+        named = "   ".join(f"{name} {human.value(number)}" for name, number in passes.items())
+        yield "loss", named or human.value(report["final_loss"])
     target = _target_text(report)
     wanted = (report["target"] or {}).get("text") or ""
     for name, number in report["metrics"].items():

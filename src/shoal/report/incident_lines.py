@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.report.events import AnyEvent, WorkerExited
+from shoal.report.events import AnyEvent, WorkerExited, WorkerFailed
 from shoal.report.incidents import Incident, IncidentLog
 from shoal.report.wording import exit_text, replacement_text, sentence_parts, stamp
 from shoal.report.worker_output import clean
@@ -36,9 +36,13 @@ class IncidentLines:
         self._seen: int | None = None
         self._open: list[_IncidentProgress] = []
         self._exits: list[tuple[float, WorkerExited]] = []
+        self._failed: dict[int, int] = {}  # by rank, the exit code that its error announced
 
     def add(self, event: AnyEvent, now: float) -> None:
-        if isinstance(event, WorkerExited) and event.code:
+        if isinstance(event, WorkerFailed):
+            self._failed[event.rank] = event.exit_code
+        # An exit that only repeats the error before it says nothing new.
+        elif isinstance(event, WorkerExited) and event.code and self._failed.pop(event.rank, None) != event.code:
             self._exits.append((now, event))
 
     def ready(self, log: IncidentLog, now: float) -> list[str]:

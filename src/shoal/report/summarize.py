@@ -58,6 +58,7 @@ def _results(tally: RunTally, outcome: str, target: str | None) -> dict[str, Any
         "start_up_seconds": _start_up_seconds(tally),
         "ended": tally.last_time,
         "final_loss": lowest.final_loss if lowest and not tally.is_queue else tally.loss,
+        "final_losses": dict(tally.pass_losses),
         "metrics": dict(lowest.metrics if lowest and lowest.metrics and not tally.is_queue else tally.metrics),
         "target": _target(tally, target),
         "logged": dict(tally.logged),

@@ -193,7 +193,9 @@ class Checkpoint(ConfigGroup):
     def check(self) -> None:
         unknown = [name for name in self.accepted if name not in ACCEPTABLE]
         if unknown:
-            raise InputError(f"--accept {unknown[0]}: it may not change on the way", fix=f"of {', '.join(ACCEPTABLE)}")
+            near = get_close_matches(unknown[0], ACCEPTABLE, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"what may: {', '.join(ACCEPTABLE)}"
+            raise InputError(f"--accept {unknown[0]}: it may not change on the way", fix=fix)
         if self.accepted and self.resume is False:
             raise InputError(f"--accept {self.accept} is for a run that goes on", fix="--resume RUN")
 
