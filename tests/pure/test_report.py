@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.main import main
+from shoal.cli.report import print_report
 from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write, live_view
 from shoal.report.aggregate import LOSSES_KEPT, RECENT_STEPS, RunTally
@@ -555,6 +556,17 @@ def test_commands_in_a_report_can_be_pasted() -> None:
     assert "next        shoal train text.py --set seed=5 --set 'name=two words' --resume 7f3a" in printed(value)
     python = summarize_run(tallied([started(job="job"), *TWO_WORKERS[1:], FINISHED]))
     assert "check" not in printed(python), "a job without a file cannot be named on a command line"
+
+
+def test_a_reader_that_has_gone_is_no_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    value = summarize_run(tallied([*TWO_WORKERS, FINISHED]), outcome="done", folder="runs/7f3a")
+    with open(write, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        with pytest.raises(BrokenPipeError):
+            print_report(value, as_json=False)
+        monkeypatch.undo()
 
 
 def test_closing_report_has_the_loss_of_each_pass() -> None:

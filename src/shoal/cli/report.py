@@ -51,5 +51,8 @@ def call(given: argparse.Namespace) -> int:
 def print_report(value: dict[str, Any], as_json: bool, *, details: bool = False) -> None:
     if as_json:
         print_json(value)
-    else:
+        return
+    try:
         Console().print(ClosingReport(value, details=details))
+    except SystemExit:  # rich's answer to a reader that has gone (`| head`), and the run is no worse for it
+        raise BrokenPipeError from None
