@@ -33,6 +33,7 @@ class RunState(TrainingState):
         self.finished_epochs = 0  # passes that are over, with what the loop does after their last batch
         self.evaluations: tuple[int, Any] = (0, None)  # how many there were, and the metrics of the last one
         self.unevaluated = False  # the last step lacks its evaluation, which failed
+        self.pending_stop = ""  # why the run was about to end when an error ended it
         self.order: Sequence[int] = ()  # of the samples in this pass
         self.writers: Sequence[WorkerId] = ()  # of the shards of checkpoints
         self.commit_generation = -1  # the membership generation in which the last step was committed
@@ -118,9 +119,15 @@ class RunState(TrainingState):
             **({"inexact": self.inexact} if self.inexact else {}),
             **({"changes": self.changes} if self.changes else {}),
             **({"unevaluated": True} if self.unevaluated else {}),
+            **({"stop": self.pending_stop} if self.pending_stop else {}),
             **({"callbacks": self.setup.callbacks.state()} if self.setup.callbacks else {}),
             **self._frozen_by_loop(),
         }
+
+    def note_pending_stop(self) -> None:
+        """An error ends the run at the step that was its last (a target, early stopping): a resumed run ends there."""
+        asked = self.setup.callbacks.stop_reason if self.setup.callbacks is not None else ""
+        self.pending_stop = "" if self.resumable else self.stopped or asked
 
     def _frozen_by_loop(self) -> dict[str, Any]:
         """What a loop has frozen or freed on the way. A process that comes later may be past the place that does it."""
@@ -148,6 +155,7 @@ class RunState(TrainingState):
         self.loss, self.metrics = values["loss"], values["metrics"]
         self.inexact = values.get("inexact", "")
         self.unevaluated = values.get("unevaluated", False)
+        self.stopped = values.get("stop", self.stopped)
         self.changes = changes_of(values, self.live, self.step)
         if "frozen" in values:
             self._restore_frozen(values["frozen"])

@@ -42,6 +42,7 @@ def save_on_error(run: Run, error: BaseException, reason: str) -> list[str]:
         return [f"step {step} could not be saved: without a store the workers with the other shards hear of no error"]
     try:
         run.strategy.drop()  # lanes have changed buffers
+        run.note_pending_stop()
         run.report()  # a resumed run does not report these steps again
         if sharded:
             return _save_shards(run, step, "" if ends_with_another else reason)
