@@ -6,6 +6,7 @@ import pytest
 
 from shoal.driver.outcome import RunInterrupted
 from shoal.driver.verify import placement, placements, runs_folder, stops_at
+from shoal.driver.verify_plain import plain_result
 
 
 def test_placements() -> None:
@@ -30,3 +31,10 @@ def test_a_stop_by_the_user_ends_the_comparison_and_promises_nothing() -> None:
     assert str(caught.value) == "stopped before all runs were compared: nothing is kept"
     assert caught.value.exit_code == 130
     assert not root.exists()
+
+
+def test_the_worst_tensor_is_the_one_that_differs_most() -> None:
+    gaps, sizes = {"weight": 4e-3, "key.bias": 2e-17}, {"weight": 4.0, "key.bias": 1e-17}
+    found = plain_result(gaps, sizes, steps=3, batch_norm="frozen")
+    assert (found.worst, found.worst_difference, found.good) == ("weight", 1e-3, False)
+    assert found.worst_difference <= found.difference

@@ -36,7 +36,7 @@ class PlainResult:
     steps: int
     difference: float  # norm of the difference over the norm of the weights
     worst: str
-    worst_difference: float
+    worst_difference: float  # norm of this tensor's difference over the norm of the weights
     batch_norm: str = "frozen"
 
     @property
@@ -72,15 +72,19 @@ def against_plain(job: Job, workers: int, steps: int, *, name: str) -> PlainResu
     plain = dict(_plain_loop(base, calm, steps).named_parameters())
     gaps = {key: (plain[key].detach() - weights[key]).norm().item() for key in plain}
     sizes = {key: plain[key].detach().norm().item() for key in plain}
-    worst = max(gaps, key=lambda key: gaps[key] / (sizes[key] or 1.0))
-    total = sum(gap**2 for gap in gaps.values()) ** 0.5 / (sum(size**2 for size in sizes.values()) ** 0.5 or 1.0)
-    return PlainResult(
-        steps=steps,
-        difference=total,
-        worst=worst,
-        worst_difference=gaps[worst] / (sizes[worst] or 1.0),
-        batch_norm="over the whole batch" if job.sync_batchnorm else "frozen",
-    )
+    batch_norm = "over the whole batch" if job.sync_batchnorm else "frozen"
+    return plain_result(gaps, sizes, steps=steps, batch_norm=batch_norm)
+
+
+def plain_result(gaps: dict[str, float], sizes: dict[str, float], *, steps: int, batch_norm: str) -> PlainResult:
+    """`gaps`, `sizes`: norms of each tensor's difference, and of itself. The worst tensor is the one with the largest
+    part of the difference: one that is zero but for rounding, such as the bias of a key, would be far off by its own
+    measure in any run."""
+    norm = sum(size**2 for size in sizes.values()) ** 0.5 or 1.0
+    total = sum(gap**2 for gap in gaps.values()) ** 0.5 / norm
+    worst = max(gaps, key=gaps.__getitem__)
+    share = gaps[worst] / norm
+    return PlainResult(steps=steps, difference=total, worst=worst, worst_difference=share, batch_norm=batch_norm)
 
 
 def _deterministic_model(job: Job) -> nn.Module:
