@@ -46,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("generators_stay")
         ({"target": "better"}, "target 'better' is not understood"),
         ({"metrics": ["accuracy"]}, "metrics must map names to functions"),
         ({"metrics": {"top\n5": max}}, r"metrics: 'top\\n5' is no name, which is text in one line"),
+        ({"metrics": {"loss": max}}, "metrics: 'loss' is the job's own loss"),
         ({"metrics": {5: max}}, "metrics: 5 is no name"),
     ],
 )

@@ -168,6 +168,8 @@ class Job:
         for name in self.metrics:
             if not isinstance(name, str) or not name.isprintable():
                 raise JobError(f"metrics: {name!r} is no name, which is text in one line", fix='{"accuracy": accuracy}')
+            if name == "loss":
+                raise JobError("metrics: 'loss' is the job's own loss", fix="another name; evaluations have it anyway")
 
     def _check_batch_split(self) -> None:
         assert self.batch is not None and self.lanes is not None
