@@ -21,6 +21,7 @@ from shoal.job.read_source import FileKind, file_kind
 from shoal.report.run_folder import find_run, list_runs
 from shoal.report.run_index import INDEX_NAME, add_run
 from shoal.worker.run_config import RunConfig
+from shoal.worker.training_notes import UnchangedWeights
 from shoal.worker.training_state import Batch
 
 # -- which file it is -------------------------------------------------------------------------------------------------
@@ -213,3 +214,13 @@ def small_job(**fields: Any) -> shoal.Job:
     data = (torch.ones(8, 2), torch.zeros(8, dtype=torch.long))
     whole = {"model": lambda: nn.Linear(2, 3), "data": data, "optimizer": torch.optim.SGD, "batch": 4, "steps": 1}
     return shoal.Job(**whole, **fields)
+
+
+def test_a_loop_that_trains_nothing_is_noticed() -> None:
+    for digests, noticed in (([7, 7], True), ([7, 8], False)):
+        watch, given = UnchangedWeights(), iter(digests)
+        found = [watch.look(step, lambda given=given: next(given)) for step in range(1, 20)]
+        assert [text for text in found if text] == (
+            ["no weight has changed from step 1 to 8: does the loop call optimizer.step()?"] if noticed else []
+        )
+    assert all(UnchangedWeights().look(step, lambda: 7) is None for step in range(5, 20)), "a resumed run"

@@ -75,7 +75,7 @@ def test_the_order_of_the_passes_is_part_of_the_arithmetic() -> None:
     assert job.passes == ("judge", "maker")
     other = job.changed(loss=dict(reversed(list(job.loss.items()))))  # type: ignore[union-attr]
     assert check_arithmetic(job.arithmetic(), passes_job().arithmetic(), ()) == ()
-    with pytest.raises(shoal.ShoalError, match="the job's arithmetic changed: loss was"):
+    with pytest.raises(shoal.ShoalError, match="the job's arithmetic changed: "):
         check_arithmetic(job.arithmetic(), other.arithmetic(), ())
     swapped = job.changed(optimizer=dict(reversed(list(job.optimizer.items()))))  # type: ignore[union-attr]
     assert swapped.arithmetic() == job.arithmetic(), "optimizers are called by the losses' order"

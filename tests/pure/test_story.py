@@ -618,7 +618,8 @@ def test_an_error_after_a_checkpoint_says_how_to_go_on() -> None:
     tally = tallied([*BEFORE, saved, own])
     value = summarize_run(tally, outcome="failed", failure=own, folder="my runs/7f3a")
     text = str(outcome.final_error(tally, "failed", value))
-    assert text.endswith("  fix: mend it, then go on with --resume 'my runs/7f3a'")
+    go_on = "  fix: mend it, then go on with --resume 'my runs/7f3a' (and --accept loss, or model, if that is what you"
+    assert f"{go_on} mend)" in text
 
 
 def test_a_loss_that_ends_the_run_is_the_error() -> None:

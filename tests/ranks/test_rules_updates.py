@@ -45,7 +45,7 @@ def test_10_the_implementation_is_part_of_the_job() -> None:
     assert len(set(described)) == len(OPTIMIZERS)
     with pytest.raises(shoal.Stopped):
         shoal.train(job_for(dropout_net, optimizer=OPTIMIZERS["loop"]), run_dir="run", stop_after=2, quiet=True)
-    with pytest.raises(shoal.ShoalError, match="the job's arithmetic changed: optimizer was"):
+    with pytest.raises(shoal.ShoalError, match="the job's arithmetic changed: the code of optimizer"):
         shoal.train(job_for(dropout_net, optimizer=OPTIMIZERS["fused"]), run_dir="run", resume=True, quiet=True)
 
 

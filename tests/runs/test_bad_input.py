@@ -194,9 +194,13 @@ CHANGES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "batch": (["--set", "batch=32"], {}, "batch was 16 in the checkpoint and is 32 now"),
     "shuffle": (["--set", "shuffle=true"], {}, "shuffle was 'in order' in the checkpoint and is 'shuffled' now"),
     "last": (["--set", "last=drop"], {}, "last was 'short' in the checkpoint and is 'drop' now"),
-    "loss": ([], {"loss": "value = value * 2"}, "loss was 'loss "),
-    "optimizer": ([], {"fields": "optimizer=lambda named: torch.optim.Adam(named)"}, "optimizer was '"),
-    "model": ([], {"fields": "model=lambda: nn.Linear(8, 3)"}, "model was '"),
+    "loss": ([], {"loss": "value = value * 2"}, "the code of loss (loss) is another than in the checkpoint"),
+    "optimizer": (
+        [],
+        {"fields": "optimizer=lambda named: torch.optim.Adam(named)"},
+        "the code of optimizer (<lambda>)",
+    ),
+    "model": ([], {"fields": "model=lambda: nn.Linear(8, 3)"}, "the code of model (<lambda>)"),
 }
 
 

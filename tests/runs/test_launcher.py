@@ -279,7 +279,7 @@ def test_an_error_names_worker_step_lane_and_the_users_line(
         "  nothing of step 5 was applied",
         "  checkpoint: step 5",
         f"  log: run/worker-{rank}.log",
-        "  fix: mend it, then go on with --resume run",
+        "  fix: mend it, then go on with --resume run (and --accept loss, or model, if that is what you mend)",
     ]
     assert "Traceback" not in result.err
     assert "Traceback" in (tmp_path / "run" / f"worker-{rank}.log").read_text()

@@ -200,11 +200,15 @@ def test_a_mended_loss_goes_on_where_the_user_accepts_it(call: Caller, tmp_path:
     write_job(tmp_path, loss="pass")
     expected = call.train(job).sha256
     result = call("train", job, "--resume", "run")
-    assert result.code == 2 and "the job's arithmetic changed: loss was " in result.err
+    assert (
+        result.code == 2
+        and "the job's arithmetic changed: the code of loss (loss) is another than in the checkpoint" in result.err
+    )
     assert "--accept loss goes on with the new one" in result.err
     assert call("train", job, "--resume", "run", "--accept", "loss", "--workers", "2", "--stop-after", "5").code == 3
     again = call.train(job, "--resume", "run")  # the checkpoints are of the new loss, and remember the change
     assert again.sha256 == expected
+    assert again.value["changes"] == ["another loss from step 3 on"]
     assert again.value["notes"] == [
         "another loss from step 3 on: the result is not that of one job from its first step"
     ]

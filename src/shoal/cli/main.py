@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped: interrupted before the run began", file=sys.stderr)
-        return 3
+        return 130
     except BrokenPipeError:  # `shoal report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

@@ -148,6 +148,8 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         fix = f"go on with --resume {shlex.quote(report['folder'])}; {fix}"
     elif fix is None and saved and failure.kind not in SELF_EXPLAINING:
         fix = f"mend it, then go on with --resume {shlex.quote(report['folder'])}"
+        if report["command"] == "train":
+            fix += " (and --accept loss, or model, if that is what you mend)"
     found = RunFailed(message, where=where, fix=fix, report=report)
     found.exit_code = failure.exit_code
     return found

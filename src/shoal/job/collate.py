@@ -58,7 +58,7 @@ def _stack(values: list[Any], place: str) -> Tensor:
         kind = "None" if unfit is None else "a string" if _is_text(unfit) else f"a {type(unfit).__name__}"
         raise JobError(
             f"a sample has {kind} under {place!r}, and a model computes with numbers",
-            fix=f"leave it out (a datasets.Dataset: remove_columns([{place!r}])), or {OWN_COLLATE}",
+            fix=f"make it a number, leave it out (a datasets.Dataset: remove_columns([{place!r}])), or {OWN_COLLATE}",
         )
     try:
         if isinstance(values[0], Tensor):

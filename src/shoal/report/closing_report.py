@@ -163,7 +163,8 @@ def _weights(report: Report) -> Iterator[Row]:
         servers = report.get("servers")
         how = ["--servers", str(servers["servers"])] if servers else []
         check = f"    check: {_command(report, 'verify', *how)}" if _is_file(report) else ""
-        check = check if report["exact"] and report["outcome"] == "done" else ""
+        whole = report["exact"] and report["outcome"] == "done" and not report.get("changes")
+        check = check if whole else ""
         yield "weights", f"sha256 {sha256[:8]}…{sha256[-3:]}    {exact}{check}"
     elif report["exact"] is False:
         yield "weights", exact

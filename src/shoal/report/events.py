@@ -206,6 +206,7 @@ class RunResumed(Event, frozen=True, kw_only=True, tag="run-resumed"):
     skipped: list[str] = []  # checkpoints that did not verify, with the reason
     repeated: int = 0  # steps committed after this checkpoint, which the run repeats
     inexact_sync_mode: str = ""  # of the run that wrote the checkpoint, if not exact
+    changes: list[str] = []  # of the job since its first step, which the user accepted
 
 
 class StepSkipped(Event, frozen=True, kw_only=True, tag="step-skipped"):

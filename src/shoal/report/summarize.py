@@ -49,6 +49,7 @@ def _results(tally: RunTally, outcome: str, target: str | None) -> dict[str, Any
         "outcome": outcome,
         "stopped": lowest.stopped if lowest else None,
         "exact": _exact(tally),
+        "changes": tally.resumed.changes if tally.resumed else [],
         "inexact_sync_mode": (tally.resumed.inexact_sync_mode if tally.resumed else "") or None,
         "weights_sha256": lowest.weights_sha256 if lowest else None,
         "steps": tally.step,

@@ -28,7 +28,7 @@ from shoal.numerics.lanes import find_stragglers, reassign_lanes
 from shoal.numerics.seeds import LOOP, pass_seed, seed_everything
 from shoal.parallel.plan import Plan
 from shoal.parallel.step import BackwardPass, Closure, ReducedStep, StepInput, StepResult
-from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported
+from shoal.report.events import LanesAssigned, RunRecovered, TrafficReported, TrainingNote
 from shoal.worker.consistency import is_early_check
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import MIN_SPEEDUP
@@ -282,6 +282,8 @@ class Run(RunState):
             self._save_checkpoint()
         elif self.objective is None and is_early_check(self.step):
             self._compare_weights()
+        if self.objective is None and self.leader and (text := self.notes.unchanged.look(self.step, self._digest)):
+            self.emit(TrainingNote(text=text))
         self._recovery.change_members(result.requested, committed.generation)
 
     def leave_unevaluated(self) -> None:
@@ -364,6 +366,10 @@ class Run(RunState):
             except PeerLost as error:  # it may be a writer of the checkpoint before, which this one waits for
                 self._recovery.recover_and_regroup(error)
         self.checkpoints.record_save(self.step, time.perf_counter() - began)
+
+    def _digest(self) -> int:
+        """Of all parameters."""
+        return sum(quick_digest(parameter) for _, parameter in self.replica.parameters)
 
     def _compare_weights(self) -> None:
         """All workers hold the same weights, or the run ends with an error that names who does not."""

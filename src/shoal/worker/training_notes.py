@@ -22,12 +22,32 @@ def batch_norm_note(model: nn.Module, batch: int, lanes: int, microbatches: int)
     return f"batch norm sees {size} of {batch} samples: a {what}; sync_batchnorm=True for all of them"
 
 
+class UnchangedWeights:
+    """Notices a loop of the user's own that forgets its optimizer's step."""
+
+    STEPS = (1, 8)  # between which some weight changes
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+
+    def look(self, step: int, digest: Callable[[], int]) -> str | None:
+        """After each step; `digest`: of all weights that are trained."""
+        if step == self.STEPS[0]:
+            self._first = digest()
+        if step != self.STEPS[1] or self._first is None or digest() != self._first:
+            return None
+        return (
+            f"no weight has changed from step {self.STEPS[0]} to {self.STEPS[1]}: does the loop call optimizer.step()?"
+        )
+
+
 class TrainingNotes:
     """`lane_counts`: of the job's own loss; a loop's closure is watched here."""
 
     def __init__(self, lane_counts: LaneCounts | None) -> None:
         self.lane_counts = lane_counts or LaneCounts()
         self._watches = lane_counts is None
+        self.unchanged = UnchangedWeights()
         self._said: set[str] = set()
 
     def watch(self, closure: Closure, model: nn.Module) -> Closure:

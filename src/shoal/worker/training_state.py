@@ -241,6 +241,7 @@ class TrainingState(ABC):
             skipped=list(found.skipped),
             repeated=max(0, max(known_committed, self.context.committed_before) - self.step),
             inexact_sync_mode=inexact,
+            changes=self.changes,
         )
         self.emit(event)
         for text in self.changes:

@@ -1,6 +1,7 @@
 """Whether a run may go on from a checkpoint: only with the arithmetic that it began with, or with a change that the
 user accepts by name (`--accept loss`)."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from shoal.errors import CheckpointError
 ACCEPTABLE = ("model", "loss", "optimizer", "scheduler", "clip_norm")
 
 
+_CODE = re.compile(r"(.+) [0-9a-f]{16}")  # how numerics/describe.py describes a function: its name, a hash of its code
+
+
 def check_arithmetic(
     stored: Mapping[str, Any], mine: Mapping[str, Any], accept: Collection[str] = ()
 ) -> tuple[str, ...]:
@@ -19,10 +23,17 @@ def check_arithmetic(
     differ = [name for name in {**mine, **stored} if stored.get(name) != mine.get(name)]
     for name in differ:
         if name not in accept:
-            then, now = repr(stored.get(name)), repr(mine.get(name))
+            then, now = stored.get(name), mine.get(name)
             go_on = f"; --accept {name} goes on with the new one" if name in ACCEPTABLE else ""
             raise CheckpointError(
-                f"the job's arithmetic changed: {name} was {then} in the checkpoint and is {now} now",
+                f"the job's arithmetic changed: {_change(name, then, now)}",
                 fix=f"set {name} back, or start a new run without --resume{go_on}",
             )
     return tuple(differ)
+
+
+def _change(name: str, then: Any, now: Any) -> str:
+    before, after = (_CODE.fullmatch(each) if isinstance(each, str) else None for each in (then, now))
+    if before is not None and after is not None and before[1] == after[1]:
+        return f"the code of {name} ({before[1]}) is another than in the checkpoint"
+    return f"{name} was {then!r} in the checkpoint and is {now!r} now"
