@@ -205,6 +205,15 @@ def test_means_by_hand_are_seen_for_what_they_are() -> None:
     assert watch.count() is None  # not a loss function of torch: the job's weights stay by samples
 
 
+def test_watching_a_loss_of_ones_own_changes_nothing() -> None:
+    """Only the first microbatches are watched, and which those are depends on the placement."""
+    scores, ignored = torch.randn(2, 3), torch.full((2,), -100)
+    with MeanWatch() as watch:
+        seen = nn.functional.cross_entropy(scores, ignored)
+    assert seen.isnan() and nn.functional.cross_entropy(scores, ignored).isnan()
+    assert watch.count_of(seen) == 0
+
+
 def test_a_microbatch_without_a_label_weighs_nothing() -> None:
     model = TokenModel()
     objective = Objective(token_job(), model)

@@ -108,7 +108,7 @@ class Objective:
         # Whether a cached cast of the weights is used would depend on what ran before (docs/exact.md, rule 12).
         dtype = torch.float16 if self.job.precision == "fp16-autocast" else torch.bfloat16
         cast = torch.autocast("cpu", dtype=dtype, cache_enabled=False) if self.job.autocast else nullcontext()
-        self._local.watch = watch = MeanWatch() if self.model_has_loss else None
+        self._local.watch = watch = MeanWatch(empty_is_zero=True) if self.model_has_loss else None
         try:
             with cast, watch or nullcontext():
                 yield

@@ -56,10 +56,12 @@ QUOTIENTS = (torch.div, torch.true_divide, Tensor.div, Tensor.__truediv__, Tenso
 
 
 class MeanWatch(TorchFunctionMode):
-    """Sees every mean that a loss function of torch makes while it is entered."""
+    """Sees every mean that a loss function of torch makes while it is entered. `empty_is_zero`: the mean of nothing is
+    0 instead of NaN, for a loss that is weighted by its count; otherwise watching changes no result."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty_is_zero: bool = False) -> None:
         super().__init__()
+        self.empty_is_zero = empty_is_zero
         self.losses: list[SeenMean] = []
         self.other: list[SeenMean] = []  # x.mean(), and x / n where n is a tensor: they may be a loss
 
@@ -80,7 +82,7 @@ class MeanWatch(TorchFunctionMode):
         if given["reduction"] != "mean" or legacy or not _has_values(given["target"]):
             return function(*args, **kwargs)
         count = COUNTED[function](given)
-        if count == 0:  # the mean of nothing is NaN; here it is a loss of 0, which weighs nothing
+        if count == 0 and self.empty_is_zero:  # it weighs nothing
             given["reduction"] = "sum"
             result = function(**given)
         else:
