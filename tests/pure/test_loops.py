@@ -86,6 +86,9 @@ class Recorder:
             save_alone=lambda step, progress: self.did.append(f"save {step}"),
         )
 
+    def note_pending_stop(self) -> None:
+        self.did.append("note stop")
+
     def report(self) -> None:
         self.did.append("report")
 
@@ -102,9 +105,9 @@ def left(run: Recorder, error: BaseException) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("error", [KeyError("label"), NonFiniteError("nan"), KeyboardInterrupt(), JobError("loss")])
 def test_a_whole_step_is_saved_by_the_worker_with_the_error(error: BaseException) -> None:
-    assert left(Recorder(5), error) == (["drop", "report", "save 5"], [])
-    assert left(Recorder(5, claims=False), error) == (["drop", "report"], []), "another one has written it"
-    shards = ["drop", "report", "shard 5", "fail", "abandon"]
+    assert left(Recorder(5), error) == (["drop", "note stop", "report", "save 5"], [])
+    assert left(Recorder(5, claims=False), error) == (["drop", "note stop", "report"], []), "another one has written it"
+    shards = ["drop", "note stop", "report", "shard 5", "fail", "abandon"]
     assert left(Recorder(5, sharded=True), error) == (shards, [])
 
 
@@ -117,7 +120,12 @@ def test_what_is_not_saved() -> None:
     assert left(Recorder(5), PeerLost("worker 1 is gone")) == ([], [])
     assert left(Recorder(5, sharded=True), PeerLost("worker 1 is gone")) == ([], [])
     # Whoever ends because of another's error writes its shard, and says nothing to the others.
-    assert left(Recorder(5, sharded=True), RunAbandoned("the run ends"))[0] == ["drop", "report", "shard 5"]
+    assert left(Recorder(5, sharded=True), RunAbandoned("the run ends"))[0] == [
+        "drop",
+        "note stop",
+        "report",
+        "shard 5",
+    ]
 
 
 def test_a_failed_save_does_not_hide_the_error() -> None:
