@@ -317,9 +317,11 @@ def test_after_a_server_was_killed_lockstep_has_the_same_bits(
     found = train(this, run, workers=2, servers=2)
     assert found.weights_sha256 == train(job(loss=nn.functional.cross_entropy), tmp_path / "alone").weights_sha256
     assert [event["shard"] for event in events(run, "server-lost")] == [shard]
-    rewound = {event["rank"]: event for event in events(run, "servers-rolled-back")}
-    assert rewound.keys() == {0, 1} and all(event["step"] == 0 < event["repeated"] for event in rewound.values())
-    assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rewound.values())
+    # A worker that is refused once more, before its servers are all back, goes back again and has nothing to repeat.
+    rolled_back = events(run, "servers-rolled-back")
+    assert {event["step"] for event in rolled_back} == {0}
+    assert {event["rank"] for event in rolled_back if event["repeated"] > 0} == {0, 1}
+    assert found.value["servers"]["steps_repeated"] == max(event["repeated"] for event in rolled_back)
 
 
 def test_servers_that_were_left_at_different_steps_go_back_together(
