@@ -5,9 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,6 @@ from shoal.driver.outcome import RunFailed, RunInterrupted
 from shoal.planner.cluster import even_cluster
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import batch_norm_net, everything, job_for, samples_for
-from shoal.testing.leftovers import end_detached
 
 STEPS = 16
 root = pytest.mark.skipif(
@@ -102,18 +99,6 @@ def job(name: str = "momentum") -> shoal.Job:
 @lru_cache
 def undisturbed(name: str = "momentum") -> str:
     return shoal.train(job(name), quiet=True).weights_sha256
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(tmp_path / "run", monkeypatch)
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield Caller(capsys)
-    end_detached()  # of a test that failed
 
 
 def train(faults: Faults, name: str = "momentum", **settings: Any) -> dict[str, Any]:

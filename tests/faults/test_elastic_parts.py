@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ from shoal.planner.cluster import even_cluster
 from shoal.recovery.checkpoint import shards
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import everything, job_for, samples_for
-from shoal.testing.leftovers import end_detached
 
 STEPS = 16
 PAIRS = "data=2,pipeline=2"  # workers 0 and 2 have the first stage, 1 and 3 the second
@@ -87,18 +85,6 @@ def undisturbed(layout: str | None = None) -> tuple[str, Any]:
     """Weights and metrics of one worker, or of a layout whose bits are its own."""
     report = shoal.train(job(), layout=layout, quiet=True)
     return report.weights_sha256, report.value["metrics"]
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(tmp_path / "run", monkeypatch)
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield Caller(capsys)
-    end_detached()  # of a test that failed
 
 
 def train(faults: Faults, layout: str = PAIRS, *, back_to: int | None = None, **settings: Any) -> dict[str, Any]:

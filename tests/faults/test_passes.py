@@ -1,17 +1,12 @@
 """A batch with several backward passes: workers die before, in, between and after them, and the bits are the same."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import shoal
 from helpers.command import Caller
 from helpers.faults import ASKS, LANE, MEETS, MERGED, MET, Faults, Place, kill, unheard, until
 from helpers.passes_job import drawing, passes_job, tell_apart
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.testing.leftovers import end_detached
 
 # Two updates for each batch, of which the second sees what the first has made; every third batch has one more pass.
 # The gradients of the last two passes are applied together: the one before survives the other's recovery.
@@ -56,18 +51,6 @@ with open("told", "a") as file:
     print(book, state, schedulers["j"].last_epoch, file=file)
 """
 STEPS = 15
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(tmp_path / "run", monkeypatch)
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield Caller(capsys)
-    end_detached()  # of a test that failed
 
 
 def test_workers_die_between_two_passes_of_a_batch(faults: Faults, call: Caller) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from shoal.driver.check_plan import check_servers
 from shoal.driver.driver import RunDriver
 from shoal.driver.launch_spec import LaunchSpec
@@ -209,21 +211,10 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher:
     with open_folder(config) as folder:
         resumed = config.checkpoint.resume is not False
         described = {"script": str(script), "arguments": arguments, "workers": size}
+        started = RunStarted.of_script(folder.id, str(script), arguments, workers=size, exact=config.exact)
         launch = LaunchSpec(
             work=lambda context: run_script(script, arguments, context),
-            started=RunStarted(
-                run=folder.id,
-                job=str(script),
-                command="run",
-                arguments=arguments,
-                workers=size,
-                layout=f"data={size}",
-                lanes=0,
-                exact=config.exact,
-                steps=None,
-                steps_per_epoch=None,
-                servers=servers,
-            ),
+            started=structs.replace(started, servers=servers),
             plan=plan,
             resumed=resumed,
             committed_before=committed_floor(folder.read_events()) if resumed else 0,

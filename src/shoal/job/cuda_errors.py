@@ -6,7 +6,7 @@ DEVICE = 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu"),
 GUARD = "if torch.cuda.is_available(): before that line; on the CPU it is not needed"
 GLOO = 'init_process_group("gloo"), or backend="nccl" if torch.cuda.is_available() else "gloo"'
 DEVICE_IDS = "DistributedDataParallel(model) without device_ids where torch.cuda.is_available() is False"
-LOAD = 'torch.load(…, map_location="cpu")'
+LOAD = 'map_location="cpu" in that call: the file was written on a machine with CUDA'
 
 # What torch says, and what to write instead; the line of code decides where several things lead to one message.
 MESSAGES = (

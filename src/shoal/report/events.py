@@ -31,6 +31,22 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     sync_mode: str = ""  # of the servers
     previous_layout: str = ""  # of a run that goes on with another layout
 
+    @classmethod
+    def of_script(cls, run: str, script: str, arguments: list[str], *, workers: int, exact: bool) -> "RunStarted":
+        """Of a script, whose lanes and steps its workers report."""
+        return cls(
+            run=run,
+            job=script,
+            command="run",
+            arguments=arguments,
+            workers=workers,
+            layout=f"data={workers}",
+            lanes=0,
+            exact=exact,
+            steps=None,
+            steps_per_epoch=None,
+        )
+
 
 class RunPredicted(Event, frozen=True, kw_only=True, tag="run-predicted"):
     """From the driver: a summary of prediction.json."""

@@ -94,18 +94,7 @@ def _open_record(folder: RunFolder, config: RunConfig, size: int, mailbox: Store
     script, *arguments = sys.argv or [""]
     described = {"script": script, "arguments": arguments, "workers": size}
     folder.write_json(folder.config, {"format": FORMAT, **described, "run_config": config})
-    started = RunStarted(
-        run=folder.id,
-        job=script or "python",
-        command="run",
-        arguments=arguments,
-        workers=size,
-        layout=f"data={size}",
-        lanes=0,
-        exact=config.exact,
-        steps=None,
-        steps_per_epoch=None,
-    )
+    started = RunStarted.of_script(folder.id, script or "python", arguments, workers=size, exact=config.exact)
     return OwnRecord(folder, started, mailbox)
 
 
