@@ -22,8 +22,8 @@ from shoal.paramserver.messages import (
     encode,
 )
 from shoal.paramserver.server import ParameterServer
-from shoal.paramserver.transport import SocketTransport, dial
-from shoal.paramserver.wire_format import REQUEST, Frame
+from shoal.transport.frame_format import REQUEST, Frame
+from shoal.transport.frame_socket import SocketTransport, dial
 
 
 class Answer(NamedTuple):

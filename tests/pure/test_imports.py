@@ -12,18 +12,20 @@ SOURCE = Path(shoal.__file__).parent
 
 # A room, and the rooms that it may import. `docs/architecture.md` has their charters.
 LEAVES = {"errors", "numerics"}
-TENSORS = LEAVES | {"collectives", "paramserver"}
+WIRE = LEAVES | {"transport"}
+TENSORS = WIRE | {"collectives", "paramserver"}
 WORKER = TENSORS | {"job", "parallel", "recovery", "report"}
 DRIVER = WORKER | {"worker", "planner"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "numerics": {"errors"},
+    "transport": LEAVES,
     "job": LEAVES,
-    "collectives": LEAVES,
-    "paramserver": LEAVES | {"collectives"},
+    "collectives": WIRE,
+    "paramserver": WIRE | {"collectives"},
     "parallel": TENSORS,
-    "recovery": LEAVES,
-    "report": LEAVES | {"recovery"},
+    "recovery": WIRE,
+    "report": WIRE | {"recovery"},
     "worker": WORKER,
     "planner": WORKER | {"worker"},
     "driver": DRIVER,

@@ -13,7 +13,6 @@ import torch
 from helpers.odd_server import Answer, Odd
 from shoal.errors import InputError, RunError
 from shoal.paramserver import remote_dense, request_client
-from shoal.paramserver.addresses import listen
 from shoal.paramserver.client import ParameterClient, RefusedError, ServerUnreachable
 from shoal.paramserver.connections import DIAL_SECONDS, ConnectionOptions, ShardLinks
 from shoal.paramserver.local_servers import LocalServers
@@ -34,6 +33,7 @@ from shoal.paramserver.messages import (
 )
 from shoal.paramserver.session import ShardSession
 from shoal.paramserver.shard import ParameterShard
+from shoal.transport.addresses import listen
 
 # -- numbers and retries, pure -----------------------------------------------------------------------------------------
 

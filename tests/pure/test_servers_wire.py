@@ -19,7 +19,6 @@ from torch import Tensor
 from helpers.server_guests import Echo, Guest, turns
 from shoal.errors import InputError
 from shoal.paramserver import server as server_module
-from shoal.paramserver.addresses import listen, read_address
 from shoal.paramserver.dispatcher import token_proof
 from shoal.paramserver.messages import (
     AckReply,
@@ -36,10 +35,9 @@ from shoal.paramserver.messages import (
     encode,
 )
 from shoal.paramserver.server import ParameterServer
-from shoal.paramserver.shm_ring import RingReader, RingWriter, create_ring
 from shoal.paramserver.spin_wait import MAX_CREDIT, RETRY_AFTER, SpinWait
-from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial
-from shoal.paramserver.wire_format import (
+from shoal.transport.addresses import listen, read_address
+from shoal.transport.frame_format import (
     DTYPES,
     IN_SHARED_MEMORY,
     REPLY,
@@ -49,6 +47,8 @@ from shoal.paramserver.wire_format import (
     FrameLimits,
     pack_prefix,
 )
+from shoal.transport.frame_socket import ConnectionLost, SocketTransport, dial
+from shoal.transport.shm_ring import RingReader, RingWriter, create_ring
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from helpers.command import forked
 from helpers.server_guests import Echo, Guest, turns
 from shoal.paramserver.server import ParameterServer
-from shoal.paramserver.wire_format import FrameLimits
+from shoal.transport.frame_format import FrameLimits
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
 from shoal.paramserver.messages import ChallengeReply, ClientId, HelloRequest, RefusedReply, ServerReply, WelcomeReply
 from shoal.paramserver.session import PendingRequest, ShardSession
-from shoal.paramserver.shm_ring import RingBlock
-from shoal.paramserver.transport import ConnectionLost, SocketTransport, dial
-from shoal.paramserver.wire_format import REQUEST, Frame, FrameLimits
+from shoal.transport.frame_format import REQUEST, Frame, FrameLimits
+from shoal.transport.frame_socket import ConnectionLost, SocketTransport, dial
+from shoal.transport.shm_ring import RingBlock
 
 DIAL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two attempts to connect

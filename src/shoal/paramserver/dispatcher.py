@@ -21,8 +21,8 @@ from shoal.paramserver import messages
 from shoal.paramserver.local_transport import LocalReplyTransport, LocalTransport
 from shoal.paramserver.messages import ClientId, HelloRequest, RefusedReply, ServerReply, ServerRequest, WelcomeReply
 from shoal.paramserver.replies import ShardReply
-from shoal.paramserver.transport import ConnectionLost, FrameTransport, SocketTransport
-from shoal.paramserver.wire_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
+from shoal.transport.frame_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
+from shoal.transport.frame_socket import ConnectionLost, FrameTransport, SocketTransport
 
 REASONS_KEPT = 100
 NONCE_BYTES = 32

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
-from shoal.paramserver.transport import ConnectionLost
-from shoal.paramserver.wire_format import Frame
+from shoal.transport.frame_format import Frame
+from shoal.transport.frame_socket import ConnectionLost
 
 
 class LocalTransport:

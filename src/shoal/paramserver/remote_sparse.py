@@ -17,8 +17,8 @@ from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.messages import PullRequest, PushRequest, SparseSpec, TableSlice
 from shoal.paramserver.request_client import RequestClient
 from shoal.paramserver.sharding import dtype_name, shard_of
-from shoal.paramserver.shm_ring import RingBlock
 from shoal.paramserver.unique_ids import UniqueIds, find_unique
+from shoal.transport.shm_ring import RingBlock
 
 _NO_INDICES = torch.empty(0, dtype=torch.int64)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shoal.errors import InputError, RunError
 from shoal.paramserver import messages
-from shoal.paramserver.addresses import read_address
 from shoal.paramserver.connections import (
     CHALLENGED,
     CONNECTED,
@@ -32,10 +31,11 @@ from shoal.paramserver.connections import (
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
 from shoal.paramserver.messages import WRITES, ClientId, PushRequest, RefusedReply, ServerRequest, StatusRequest
-from shoal.paramserver.shm_ring import RingBlock
 from shoal.paramserver.spin_wait import SpinWait
-from shoal.paramserver.transport import MIN_SHARED_BYTES, ConnectionLost, SocketTransport
-from shoal.paramserver.wire_format import REPLY, BadFrame, Frame, FrameLimits, body_bytes, copy_into, padded, split_body
+from shoal.transport.addresses import read_address
+from shoal.transport.frame_format import REPLY, BadFrame, Frame, FrameLimits, body_bytes, copy_into, padded, split_body
+from shoal.transport.frame_socket import MIN_SHARED_BYTES, ConnectionLost, SocketTransport
+from shoal.transport.shm_ring import RingBlock
 
 # Most that is under way to one shard; a single request may be larger.
 WINDOW_REQUESTS = 256

@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.paramserver.dense_table import Keys
 from shoal.paramserver.messages import DenseSpec
 from shoal.paramserver.sharding import RowRange, flat_layout
-from shoal.paramserver.wire_format import padded
+from shoal.transport.frame_format import padded
 
 MAX_SHARED = 32  # cached views of shared memory
 MAX_SPARE = 2  # unused bodies kept

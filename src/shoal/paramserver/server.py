@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.paramserver.addresses import listen, read_address
 from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
-from shoal.paramserver.shm_ring import RING_BYTES
 from shoal.paramserver.spin_wait import SpinWait
-from shoal.paramserver.transport import ConnectionLost, SocketTransport
-from shoal.paramserver.wire_format import BadFrame, FrameLimits
+from shoal.transport.addresses import listen, read_address
+from shoal.transport.frame_format import BadFrame, FrameLimits
+from shoal.transport.frame_socket import ConnectionLost, SocketTransport
+from shoal.transport.shm_ring import RING_BYTES
 
 POLL_SECONDS = 0.1  # longest wait for an event
 HELLO_SECONDS = 10.0  # a connection without a hello is closed after this

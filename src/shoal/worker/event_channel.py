@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.report.events import Event, encode
-from shoal.report.run_sockets import connect
+from shoal.transport.unix_sockets import connect
 
 DRIVER_SOCKET = "driver.sock"  # in the run's folder: where a later driver listens
 UNDELIVERED = "undelivered-"  # in the run's folder: events that workers wrote down while no driver listened

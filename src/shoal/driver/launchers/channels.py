@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.driver.launchers.base import ProcessEvent, ProcessExit, ProcessLine, ProcessReconnected
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.report.run_sockets import listen
+from shoal.transport.unix_sockets import listen
 from shoal.worker.event_channel import ACK_WORD
 
 GREETING_SECONDS = 1.0  # for a process that connects to send its name

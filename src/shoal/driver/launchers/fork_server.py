@@ -21,7 +21,7 @@ from shoal.driver.launchers.base import LAUNCHER_SOCKET, ProcessProgram
 from shoal.errors import ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.report.run_sockets import listen
+from shoal.transport.unix_sockets import listen
 from shoal.worker.start import WorkerStartup
 from shoal.worker.stop_notice import StopNotice
 

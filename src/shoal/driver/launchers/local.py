@@ -26,7 +26,7 @@ from shoal.driver.launchers.channels import ProcessChannels
 from shoal.driver.launchers.fork_server import END, MESSAGE_BYTES, ForkServerReply, StartOrder, run_fork_server
 from shoal.errors import RunError
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.report.run_sockets import connect
+from shoal.transport.unix_sockets import connect
 from shoal.worker.event_channel import DRIVER_SOCKET
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from shoal.paramserver import messages
 from shoal.paramserver.messages import ClientId, TableSlice
 from shoal.paramserver.session import PendingRequest, ShardSession
-from shoal.paramserver.wire_format import REQUEST, Frame
 from shoal.testing.simulation.server_host import SimConnection, SimServerHost
 from shoal.testing.simulation.servers_world import BUFFER, ROWS, TABLE, SimServersWorld
+from shoal.transport.frame_format import REQUEST, Frame
 
 RESEND_SECONDS = 0.4  # of silence before requests are sent again
 BARRIER_SECONDS = 2.0  # that members of a group wait for each other

@@ -17,8 +17,8 @@ from shoal.paramserver.snapshot import ShardSnapshot
 from shoal.paramserver.sparse_table import SparseTable
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
-from shoal.paramserver.wire_format import Frame
 from shoal.testing.simulation.servers_world import ROWS, TABLE, SimServersWorld
+from shoal.transport.frame_format import Frame
 
 MAX_SNAPSHOTS = 2  # of a shard
 SETTER = ClientId(1 << 20, 1)  # declares the tables and gives their first values

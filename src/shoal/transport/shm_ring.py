@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.paramserver.wire_format import ALIGN, BadFrame, padded
+from shoal.transport.frame_format import ALIGN, BadFrame, padded
 
 PAGE = 4096
 RING_BYTES = 32 << 20  # at first; larger for tables that need more

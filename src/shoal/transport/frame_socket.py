@@ -20,18 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.paramserver import wire_format
-from shoal.paramserver.addresses import connect_socket, socket_error_text
-from shoal.paramserver.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
-from shoal.paramserver.wire_format import (
-    ALIGN,
-    IN_SHARED_MEMORY,
-    BadFrame,
-    Frame,
-    FrameHeader,
-    FrameLimits,
-    FrameTensor,
-)
+from shoal.transport import frame_format
+from shoal.transport.addresses import connect_socket, socket_error_text
+from shoal.transport.frame_format import ALIGN, IN_SHARED_MEMORY, BadFrame, Frame, FrameHeader, FrameLimits, FrameTensor
+from shoal.transport.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
 
 MIN_SHARED_BYTES = 4096  # smaller bodies go through the socket
 INBOX_BYTES = 64 << 10
@@ -111,27 +103,27 @@ class SocketTransport:
     def send(self, frame: Frame) -> None:
         tensors = frame.tensors
         if not tensors:
-            self._write([memoryview(wire_format.pack_prefix(frame))])
+            self._write([memoryview(frame_format.pack_prefix(frame))])
             return
         writer = self.writer
         if writer is not None:
             offset = frame.ring_offset
-            if offset < 0 and self._copies and (size := wire_format.body_bytes(tensors)) >= MIN_SHARED_BYTES:
+            if offset < 0 and self._copies and (size := frame_format.body_bytes(tensors)) >= MIN_SHARED_BYTES:
                 writer.reclaim()
                 allocated = writer.allocate(size)
                 if allocated is not None:
                     offset = allocated
-                    wire_format.copy_into(writer.block(offset, size), tensors)
+                    frame_format.copy_into(writer.block(offset, size), tensors)
             if offset >= 0:
-                self._write([memoryview(wire_format.pack_prefix(frame, IN_SHARED_MEMORY, offset))])
+                self._write([memoryview(frame_format.pack_prefix(frame, IN_SHARED_MEMORY, offset))])
                 return
-        if wire_format.body_bytes(tensors) <= SMALL_BYTES:
-            self._write([memoryview(wire_format.pack_prefix(frame) + wire_format.packed_body(tensors))])
+        if frame_format.body_bytes(tensors) <= SMALL_BYTES:
+            self._write([memoryview(frame_format.pack_prefix(frame) + frame_format.packed_body(tensors))])
             return
-        buffers = [memoryview(wire_format.pack_prefix(frame))]
+        buffers = [memoryview(frame_format.pack_prefix(frame))]
         for tensor in tensors:
             if tensor.nbytes:
-                buffers.append(wire_format.tensor_bytes(tensor))
+                buffers.append(frame_format.tensor_bytes(tensor))
                 if tensor.nbytes % ALIGN:
                     buffers.append(_ZEROS[: ALIGN - tensor.nbytes % ALIGN])
         self._write(buffers)
@@ -153,7 +145,7 @@ class SocketTransport:
                 return False
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
             try:
-                self._socket.sendmsg([wire_format.pack_prefix(frame)], [rights])
+                self._socket.sendmsg([frame_format.pack_prefix(frame)], [rights])
             except OSError as error:
                 raise ConnectionLost(socket_error_text(error)) from None
             self._reader, self.writer = reader, writer
@@ -255,25 +247,27 @@ class SocketTransport:
     def _parse_frame(self) -> Frame | None:
         """Returns the next frame of the inbox; None if it is incomplete."""
         start, here = self._start, self._end - self._start
-        if here < wire_format.HEADER_BYTES:
-            wire_format.check_magic(self._inbox, start, self._end)
-            self._reserve_inbox(wire_format.HEADER_BYTES)
+        if here < frame_format.HEADER_BYTES:
+            frame_format.check_magic(self._inbox, start, self._end)
+            self._reserve_inbox(frame_format.HEADER_BYTES)
             return None
-        header = wire_format.read_header(self._inbox, start, self.limits)
-        before_body, size = wire_format.prefix_bytes(header), header.body_bytes
+        header = frame_format.read_header(self._inbox, start, self.limits)
+        before_body, size = frame_format.prefix_bytes(header), header.body_bytes
         if here < before_body:
             self._reserve_inbox(before_body)
             return None
-        table, meta = wire_format.read_prefix(self._inbox, start, header)
+        table, meta = frame_format.read_prefix(self._inbox, start, header)
         if not size:
             self._start += before_body
-            return _make_frame(header, meta, wire_format.body_tensors(self._inbox, 0, table) if table else ())
+            return _make_frame(header, meta, frame_format.body_tensors(self._inbox, 0, table) if table else ())
         if header.flags & IN_SHARED_MEMORY:
             reader = self._reader
             if reader is None:
                 raise BadFrame("a body in shared memory, but there is none on this connection")
             self._start += before_body
-            frame = _make_frame(header, meta, wire_format.body_tensors(*reader.locate(header.ring_offset, size), table))
+            frame = _make_frame(
+                header, meta, frame_format.body_tensors(*reader.locate(header.ring_offset, size), table)
+            )
             frame.on_release = reader.release
             return frame
         body_start = start + before_body
@@ -282,9 +276,9 @@ class SocketTransport:
             if body_start % ALIGN:  # behind bytes of a foreign sender
                 body = _aligned(size)
                 body[:] = self._inbox[body_start : body_start + size]
-                return _make_frame(header, meta, wire_format.body_tensors(body, 0, table))
+                return _make_frame(header, meta, frame_format.body_tensors(body, 0, table))
             # The body stays in the inbox, which the next `receive` overwrites.
-            frame = _make_frame(header, meta, wire_format.body_tensors(self._inbox, body_start, table))
+            frame = _make_frame(header, meta, frame_format.body_tensors(self._inbox, body_start, table))
             frame.on_release = _no_release
             return frame
         if before_body + size <= INBOX_BYTES:
@@ -312,7 +306,7 @@ class SocketTransport:
             if not count:
                 raise ConnectionLost("it closed within a frame")
             rest = rest[count:]
-        frame = _make_frame(self._header, self._meta, wire_format.body_tensors(self._body, 0, self._table))
+        frame = _make_frame(self._header, self._meta, frame_format.body_tensors(self._body, 0, self._table))
         self._body_rest = self._body = self._header = None
         self._table = ()
         return frame
@@ -345,7 +339,7 @@ def _no_release() -> None:
 
 def _aligned(num_bytes: int) -> memoryview:
     """New memory that is aligned to 64 bytes."""
-    return wire_format.as_memoryview(torch.empty(num_bytes, dtype=torch.uint8))
+    return frame_format.as_memoryview(torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def _make_frame(header: FrameHeader, meta: bytes, tensors: Sequence[Tensor]) -> Frame:
