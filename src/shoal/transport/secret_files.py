@@ -1,0 +1,55 @@
+"""Files with secrets: mode 0600, written whole, and refused if others can read them. Only the standard library."""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from shoal.errors import InputError
+
+FEWEST_CHARACTERS = 32  # of a shared secret: anyone who can connect may try guesses at home
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, and nobody else sees either."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def read_secret(path: Path, what: str) -> str:
+    """The text of a file that only its owner can read. `what` says in errors what the file should hold."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise InputError(
+                    f"{path} ({what}) has mode {mode:04o}: others can read or change it", fix=f"chmod 600 {path}"
+                )
+            return file.read(1 << 20).decode()
+    except OSError as error:
+        raise InputError(f"{path} ({what}) cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not {what}: it is no text") from None
+
+
+def read_shared_secret(path: Path) -> str:
+    """The secret that all hosts have a copy of, as `shoal keys new` makes it."""
+    return checked_secret(read_secret(path, "the shared secret").strip(), str(path))
+
+
+def checked_secret(secret: str, source: str) -> str:
+    if len(secret) < FEWEST_CHARACTERS:
+        raise InputError(
+            f"the secret of {source} has {len(secret)} characters; it needs {FEWEST_CHARACTERS} or more, by chance",
+            fix="shoal keys new FILE   makes one",
+        )
+    return secret
