@@ -121,7 +121,7 @@ def test_a_role_that_is_not_admitted_is_named(pair: Pair) -> None:
     other = threading.Thread(target=handshake, args=(client, 5.0))
     other.start()
     with pytest.raises(
-        PeerRefused, match="viewer 0 of run run-1 has connected to server 0 .* accepts the role driver or worker"
+        PeerRefused, match=r"viewer 0 of run run-1 has connected to server 0 .* accepts the role driver or worker"
     ):
         handshake(server, 5.0)
     other.join()
