@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.driver.launchers.namespaces import MARK, processes_in
 from shoal.recovery.membership.process import process_state
+from shoal.transport.secret_files import write_secret
 
 RECORDS = Path("/run/shoal")  # one small file per lab: its owner and its names
 NAMES = Path("/run/netns")  # where `ip netns` looks
@@ -51,6 +52,7 @@ def remove_record(lab: str) -> None:
         if (NAMES / name).is_symlink():
             (NAMES / name).unlink(missing_ok=True)
     _names_file(lab).unlink(missing_ok=True)
+    _secret_file(lab).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
@@ -108,8 +110,18 @@ def write_names(lab: str, addresses: dict[str, str]) -> str:
     return str(_names_file(lab))
 
 
+def write_lab_secret(lab: str) -> str:
+    """A file with a secret that all hosts of a lab have: their processes know each other by it."""
+    write_secret(_secret_file(lab), secrets.token_hex(32))
+    return str(_secret_file(lab))
+
+
 def _names_file(lab: str) -> Path:
     return RECORDS / f"lab-{lab}.hosts"
+
+
+def _secret_file(lab: str) -> Path:
+    return RECORDS / f"lab-{lab}.secret"
 
 
 def _read_record(path: Path) -> LabRecord | None:

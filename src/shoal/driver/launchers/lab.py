@@ -99,7 +99,8 @@ class Lab:
         known = lab_network.addresses(self.cluster)
         # The user's own description of the links goes first.
         links = os.environ.get(LINKS) or json.dumps(lab_network.links(self.cluster))
-        lab_host = partial(LabHost, lab=self.id, names=cleanup.write_names(self.id, known), links=links)
+        hosts_file, secret = cleanup.write_names(self.id, known), cleanup.write_lab_secret(self.id)
+        lab_host = partial(LabHost, lab=self.id, names=hosts_file, secret=secret, links=links)
         self.hosts = tuple(
             lab_host(name=host.name, rack=host.rack, address=known[host.name], namespace=path)
             for host, path in zip(hosts, paths[:-1], strict=True)

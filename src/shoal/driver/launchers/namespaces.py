@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from shoal.transport.credentials import SECRET_FILE_VARIABLE
+
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 INTERFACE = "eth0"  # of a host
@@ -36,6 +38,7 @@ class LabHost:
     address: str
     namespace: str  # a path that processes of this machine can enter while the lab is up
     names: str  # a file with the names and addresses of all hosts
+    secret: str  # a file with the secret of the lab's hosts
     links: str  # what the lab's links are like, as JSON: the collectives choose their algorithm by it
 
     @property
@@ -46,6 +49,7 @@ class LabHost:
             "SHOAL_RACK": self.rack,
             "SHOAL_ADDRESS": self.address,
             LINKS: self.links,
+            SECRET_FILE_VARIABLE: self.secret,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             MARK: self.lab,
         }
