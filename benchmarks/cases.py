@@ -6,6 +6,7 @@ optimizer. Sizes are for one core; `quick` ones are for tests and say nothing ab
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,29 +56,46 @@ BATCHES = 8  # of data in memory
 def conv(quick: bool) -> Case:
     """Bound by compute: a convolutional net with batch norm on 32 x 32 pictures, few parameters."""
     width, size, batch = (8, 8, 8) if quick else (32, 32, 64)
-
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-
-    model = nn.Sequential(
-        *block(3, width),
-        *block(width, width),
+    layers = [
+        *_convolution(3, width),
+        *_convolution(width, width),
         nn.MaxPool2d(2),
-        *block(width, 2 * width),
-        *block(2 * width, 2 * width),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, 10),
-    )
+        *_convolution(width, 2 * width),
+        *_convolution(2 * width, 2 * width),
+        *_classifier(2 * width),
+    ]
+    return _pictures("conv", layers, size, batch, warm_up=2 if quick else 5, steps=6 if quick else 40)
+
+
+def wide(quick: bool) -> Case:
+    """For hosts.py: a convolutional net of 1.6 million parameters, most of them in its last layer, so that a reduction
+    can begin soon after the backward pass does."""
+    widths, size, batch = ((4, 8, 8, 16), 8, 8) if quick else ((64, 128, 256, 512), 16, 32)
+    layers = [*_convolution(3, widths[0]), *_convolution(widths[0], widths[1])]
+    for inputs, outputs in pairwise(widths[1:]):
+        layers += [nn.MaxPool2d(2), *_convolution(inputs, outputs)]
+    layers += _classifier(widths[-1])
+    return _pictures("wide", layers, size, batch, warm_up=2 if quick else 3, steps=3 if quick else 12)
+
+
+def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+def _classifier(features: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, 10)]
+
+
+def _pictures(name: str, layers: list[nn.Module], size: int, batch: int, *, warm_up: int, steps: int) -> Case:
     return Case(
-        name="conv",
-        model=model,
+        name=name,
+        model=nn.Sequential(*layers),
         data=(torch.randn(BATCHES * batch, 3, size, size), torch.randint(10, (BATCHES * batch,))),
         loss=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
         batch=batch,
-        warm_up=2 if quick else 5,
-        steps=6 if quick else 40,
+        warm_up=warm_up,
+        steps=steps,
     )
 
 
@@ -195,7 +213,13 @@ def _with_adam(name: str, width: int, depth: int, batch: int, warm_up: int, step
 
 
 CASES: dict[str, Callable[[bool], Case]] = {"conv": conv, "transformer": transformer, "mlp": mlp}
-OTHERS: dict[str, Callable[[bool], Case]] = {"short": short, "small": small, "longer": longer, "large": large}
+OTHERS: dict[str, Callable[[bool], Case]] = {
+    "wide": wide,
+    "short": short,
+    "small": small,
+    "longer": longer,
+    "large": large,
+}
 
 
 def make(name: str, quick: bool) -> Case:

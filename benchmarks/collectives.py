@@ -197,14 +197,14 @@ def _work(rank: int, size: int, folder: Path, names: Sequence[str], sizes: Seque
         speeds.append(_copy_speed(rank, size))  # again and again: one that fell on a busy moment would make a lax bound
         for num_bytes in (0,) if name == "barrier" else sizes:
             calls = {backend: COLLECTIVES[name](num_bytes, rank, size, groups[backend]) for backend in BACKENDS}
-            rows.append(Row(collective=name, num_bytes=num_bytes, seconds=_interleaved(calls, rounds)))
+            rows.append(Row(collective=name, num_bytes=num_bytes, seconds=interleaved(calls, rounds)))
             _say(rank, size, rows[-1])
     if "all_reduce" in names:
         for num_bytes in sizes:
             call = in_the_segment(num_bytes, rank, size, groups["shoal"])
             if call is not None:
                 calls = {"gloo": _all_reduce(num_bytes, rank, size, groups["gloo"]), "shoal": call}
-                rows.append(Row(collective="in the segment", num_bytes=num_bytes, seconds=_interleaved(calls, rounds)))
+                rows.append(Row(collective="in the segment", num_bytes=num_bytes, seconds=interleaved(calls, rounds)))
                 _say(rank, size, rows[-1])
     speeds.append(_copy_speed(rank, size))
     if rank == 0:
@@ -215,7 +215,7 @@ def _work(rank: int, size: int, folder: Path, names: Sequence[str], sizes: Seque
     dist.destroy_process_group()
 
 
-def _interleaved(calls: dict[str, Call], rounds: int) -> Times:
+def interleaved(calls: dict[str, Call], rounds: int) -> Times:
     repeats = {name: _repeats(call) for name, call in calls.items()}
     seconds: Times = {name: [] for name in calls}
     names = list(calls)
@@ -257,7 +257,7 @@ def _copy_speed(rank: int, size: int) -> tuple[float, float]:
 
 def _say(rank: int, size: int, row: Row) -> None:
     if rank == 0:
-        best = "  ".join(f"{name} {_time(min(seconds))}" for name, seconds in row.seconds.items())
+        best = "  ".join(f"{name} {shown_time(min(seconds))}" for name, seconds in row.seconds.items())
         print(f"{size} workers  {row.collective:15} {_bytes(row.num_bytes):>7}  {best}", file=sys.stderr)
 
 
@@ -480,11 +480,11 @@ def _line(row: dict[str, Any]) -> str:
     best = {name: each["best"] for name, each in row["seconds"].items()}
     ratio, mpi = row["ratios"]["gloo / shoal"], row["ratios"].get("mpi / shoal")
     size = _bytes(row["bytes"]) if row["bytes"] else ""
-    bound = _time(row["memory_bound_seconds"]) if row["memory_bound_seconds"] else ""
+    bound = shown_time(row["memory_bound_seconds"]) if row["memory_bound_seconds"] else ""
     over = f"{row['shoal_over_bound']:.2f}" if row["shoal_over_bound"] else ""
     cells = [
-        f"{row['collective']:15}{size:>8}{_time(best['gloo']):>11}{_time(best['shoal']):>11}",
-        f"{_time(best['mpi']) if mpi else '':>11}{bound:>11}{ratio['best']:12.2f}{ratio['median']:8.2f}",
+        f"{row['collective']:15}{size:>8}{shown_time(best['gloo']):>11}{shown_time(best['shoal']):>11}",
+        f"{shown_time(best['mpi']) if mpi else '':>11}{bound:>11}{ratio['best']:12.2f}{ratio['median']:8.2f}",
         f"{row['target'] if row['target'] is not None else '':>8}",
         f"{mpi['best'] if mpi else 0:11.2f}" if mpi else f"{'':11}",
         f"{over:>13}",
@@ -492,7 +492,7 @@ def _line(row: dict[str, Any]) -> str:
     return "".join(cells).rstrip()
 
 
-def _time(seconds: float) -> str:
+def shown_time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 

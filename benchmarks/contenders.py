@@ -1,14 +1,18 @@
 """Who is compared, and how everyone is measured.
 
 Each contender trains the case in processes forked from this one, with one thread each, and worker 0 notes the time
-after every optimizer step by the same hook. Start-up and warm-up are off the clock for everyone.
+after every optimizer step by the same hook. Start-up and warm-up are off the clock for everyone. With `places` the
+processes are on hosts of a lab, one on each.
 """
 
 import os
+import secrets
+import select
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +28,12 @@ from torch.optim import Optimizer
 import shoal
 from cases import Case
 from shoal.driver.launch import train_with
+from shoal.driver.launchers.base import Launcher, torchrun_environment
+from shoal.driver.launchers.namespaces import LabHost, enter
+from shoal.driver.launchers.programs import MASTER_PORT
 from shoal.worker.run_config import RunConfig
+
+PATIENCE_SECONDS = 900.0  # for processes of the benchmark that wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +78,22 @@ def plain(case: Case) -> Measured:
         return _read(case, folder / "note")
 
 
-def ddp(case: Case, backend: str = "gloo") -> Measured:
-    """torch's DistributedDataParallel with its defaults, two processes, each with half of every batch."""
+def ddp(case: Case, backend: str = "gloo", places: Sequence[LabHost] = ()) -> Measured:
+    """torch's DistributedDataParallel with its defaults, two processes or one for each place, each with its share of
+    every batch."""
+    size = len(places) or 2
     with scratch_folder() as folder:
 
         def work(rank: int) -> None:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-            _loop(case, DistributedDataParallel(case.model), folder / "note", rank=rank, size=2)
+            if places:
+                dist.init_process_group(backend)  # by the variables that torchrun sets
+            else:
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+                dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+            _loop(case, DistributedDataParallel(case.model), folder / "note", rank=rank, size=size)
             dist.destroy_process_group()
 
-        forked(2, work)
+        forked(size, work, places)
         return _read(case, folder / "note")
 
 
@@ -113,8 +127,10 @@ def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int, joi
         note.write_bytes(msgspec.json.encode(Note(found, last.item())))
 
 
-def forked(count: int, work: Callable[[int], None]) -> None:
+def forked(count: int, work: Callable[[int], None], places: Sequence[LabHost] = ()) -> None:
+    """Calls `work(rank)` in processes of their own and waits for them. The first that fails ends the others."""
     children = []
+    secret = secrets.token_hex(32)  # by which ranks on several hosts prove that they belong together
     for rank in range(count):
         child = os.fork()
         if child == 0:
@@ -122,6 +138,8 @@ def forked(count: int, work: Callable[[int], None]) -> None:
             try:
                 os.environ.pop("MKL_CBWR", None)  # Shoal's setting; a plain program does not have it
                 torch.set_num_threads(1)
+                if places:
+                    _move(places, rank, secret)
                 work(rank)
                 code = 0
             except BaseException:
@@ -129,9 +147,31 @@ def forked(count: int, work: Callable[[int], None]) -> None:
             finally:
                 os._exit(code)
         children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = _wait(children)
     if any(codes):
         raise RuntimeError(f"a process of the benchmark failed: exit codes {codes}")
+
+
+def _move(places: Sequence[LabHost], rank: int, secret: str) -> None:
+    """To the rank's host, with what a launcher gives to a program there."""
+    enter(places[rank])
+    os.environ.update(torchrun_environment(places, rank, places[0].address, MASTER_PORT))
+    os.environ.update(places[rank].variables | {"SHOAL_SECRET": secret})
+
+
+def _wait(children: Sequence[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    running = {os.pidfd_open(child): child for child in children}
+    while running:
+        ended, _, _ = select.select(list(running), [], [], PATIENCE_SECONDS)
+        for handle in ended:
+            child = running.pop(handle)
+            os.close(handle)
+            codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not ended or any(codes.values()):
+            for child in running.values():
+                os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is its own
+    return [codes[child] for child in children]
 
 
 def _read(case: Case, path: Path) -> Measured:
@@ -142,7 +182,7 @@ def _read(case: Case, path: Path) -> Measured:
 # -- Shoal ----------------------------------------------------------------------------------------------------------
 
 
-def shoal_with(case: Case, *, workers: int, lanes: int, exact: bool = True, quiet: bool = True) -> Measured:
+def shoal_with(case: Case, *, workers: int, lanes: int, launcher: Launcher | None = None, **settings: Any) -> Measured:
     """A job on Shoal, through the same driver, run folder and report as `shoal train`."""
     with scratch_folder() as folder:
         note = folder / "note"
@@ -163,14 +203,21 @@ def shoal_with(case: Case, *, workers: int, lanes: int, exact: bool = True, quie
             shuffle=False,
             checkpoint_every=case.total_steps,  # the last one only: after the clock has stopped
         )
-        where = {"run_dir": folder / "run", "quiet": quiet, "predict": False}
-        report = train_with(job, RunConfig().changed(workers=workers, inexact=not exact, **where))
+        usual = {"workers": workers, "run_dir": folder / "run", "quiet": True, "predict": False}
+        report = train_with(job, RunConfig().changed(**usual | settings), launcher=launcher)
         stamps = msgspec.json.decode(note.read_bytes(), type=Note).stamps
         return Measured(
             samples_per_second=speed(case, stamps),
             final_loss=float(report.value["final_loss"]),
             step_ms=report.value["step_ms"],
         )
+
+
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Each name once in each round, with the round's number; nobody is always first."""
+    for number in range(rounds):
+        first = number % len(names)
+        yield from ((number, name) for name in [*names[first:], *names[:first]])
 
 
 @contextmanager
@@ -187,5 +234,5 @@ CONTENDERS: dict[str, Callable[[Case], Measured]] = {
     "shoal": lambda case: shoal_with(case, workers=2, lanes=2),
     "shoal 4 lanes": lambda case: shoal_with(case, workers=2, lanes=4),
     "shoal 1 worker": lambda case: shoal_with(case, workers=1, lanes=2),
-    "shoal inexact": lambda case: shoal_with(case, workers=2, lanes=2, exact=False),
+    "shoal inexact": lambda case: shoal_with(case, workers=2, lanes=2, inexact=True),
 }

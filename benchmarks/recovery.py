@@ -43,7 +43,7 @@ from notes import Fault, Tail
 from shoal.driver.launch import train_with
 from shoal.report.events import StepsCommitted, decode
 from shoal.worker.run_config import RunConfig
-from train import machine, ratio
+from train import machine, publish, ratio, some_of
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 PARTS = ("overhead", "kill", "stop")
@@ -85,18 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "stop" in options.only:
             result["stop"] = _stops(options)
     result["seconds"] = round(time.monotonic() - began, 1)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    print(text(result))
-    print(f"numbers: {options.json}")
+    publish(result, text(result), options.json)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What safety costs and what a failure costs, beside peers")
-    parser.add_argument("--only", type=_some_of(PARTS), default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--only", type=some_of(PARTS), default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument(
-        "--contenders", type=_some_of(CONTENDERS), default=list(CONTENDERS), help=f"of {','.join(CONTENDERS)}"
+        "--contenders", type=some_of(CONTENDERS), default=list(CONTENDERS), help=f"of {','.join(CONTENDERS)}"
     )
     parser.add_argument("--rounds", type=int, default=None, help="without faults: 3; with --quick 1")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, few kills: shows that it works")
@@ -108,17 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go")
     return parser
-
-
-def _some_of(known: Sequence[str]) -> Any:
-    def names(text: str) -> list[str]:
-        found = text.split(",")
-        unknown = [name for name in found if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-        return found
-
-    return names
 
 
 # -- who is compared ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from shoal.job.load import load_job
 from shoal.planner.cluster import Order, bandwidth_text, even_cluster
 from shoal.testing import ranks
 from shoal.worker.run_config import RunConfig
-from train import machine, ratio
+from train import machine, publish, ratio, some_of
 
 RESULTS = Path(__file__).parent / "results" / "topology.json"
 DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
@@ -239,10 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result["digits"][SLOW_LINK] = _digits(lab, options)
     result["seconds"] = round(time.monotonic() - began, 1)
     result["load_after"] = os.getloadavg()[0]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    print(text(result))
-    print(f"numbers: {options.json}")
+    publish(result, text(result), options.json)
     return 0
 
 
@@ -254,21 +251,15 @@ def _digits(lab: Lab, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="shoal beside gloo over racks and uplinks, in a lab")
-    parser.add_argument("--only", type=_parts, default=["all_reduce", "digits"], help="all_reduce,digits")
+    parser.add_argument(
+        "--only", type=some_of(("all_reduce", "digits")), default=["all_reduce", "digits"], help="all_reduce,digits"
+    )
     parser.add_argument("--sizes", type=lambda text: tuple(int(each) for each in text.split(",")), help="bytes")
     parser.add_argument("--rounds", type=int, default=None, help="of all-reduce: 9; with --quick 1")
     parser.add_argument("--digit-rounds", type=int, default=3, help="runs of the digits with each compressor: 3")
     parser.add_argument("--quick", action="store_true", help="one small size, a few steps: shows that it works")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go")
     return parser
-
-
-def _parts(text: str) -> list[str]:
-    parts = text.split(",")
-    unknown = [part for part in parts if part not in ("all_reduce", "digits")]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]}; there are all_reduce, digits")
-    return parts
 
 
 # -- on the screen ----------------------------------------------------------------------------------------------------

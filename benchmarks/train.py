@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch._dynamo  # optimizers load it at their first step; loaded here once
 
 import cases
 import shoal
-from contenders import CONTENDERS, Measured
+from contenders import CONTENDERS, Measured, in_turns
 from driver_cost import Watched, watched
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
@@ -53,46 +53,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "quick": options.quick,
         "rounds": options.rounds,
         "seconds": round(time.monotonic() - began, 1),
-        "cases": {name: _summary(cases.make(name, options.quick), rounds) for name, rounds in found.items()},
+        "cases": {name: summary(cases.make(name, options.quick), rounds) for name, rounds in found.items()},
         "driver": driver,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    print(text(result))
-    print(f"numbers: {options.json}")
+    publish(result, text(result), options.json)
     return 0
+
+
+def publish(result: dict[str, Any], table: str, path: Path) -> None:
+    """Writes the numbers and prints the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    print(table)
+    print(f"numbers: {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Shoal beside plain PyTorch and DDP on this machine")
-    parser.add_argument("--only", type=_names, default=list(cases.CASES), help=f"of {','.join(cases.CASES)}")
+    parser.add_argument(
+        "--only",
+        type=some_of(list(cases.CASES), "case "),
+        default=list(cases.CASES),
+        help=f"of {','.join(cases.CASES)}",
+    )
     parser.add_argument("--rounds", type=int, default=None, help="3; with --quick 1")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, not how fast it is")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go")
     return parser
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in cases.CASES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no case {', '.join(unknown)}; there are {', '.join(cases.CASES)}")
+def some_of(known: Sequence[str], what: str = "") -> Any:
+    """For an argument: names with commas between. `what` they are names of, for errors."""
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        unknown = [name for name in found if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"there is no {what}{', '.join(unknown)}; there are {', '.join(known)}")
+        return found
+
     return names
 
 
 def _measure(case: cases.Case, count: int) -> Rounds:
     rounds: Rounds = {name: [] for name in CONTENDERS}
-    names = list(CONTENDERS)
-    for number in range(count):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody is always first
-            measured = CONTENDERS[name](case)
-            rounds[name].append(measured)
-            speed = measured.samples_per_second
-            print(f"{case.name}  round {number + 1} of {count}  {name:15} {speed:9,.1f} samples/s", file=sys.stderr)
+    for number, name in in_turns(list(CONTENDERS), count):
+        measured = CONTENDERS[name](case)
+        rounds[name].append(measured)
+        speed = measured.samples_per_second
+        print(f"{case.name}  round {number + 1} of {count}  {name:15} {speed:9,.1f} samples/s", file=sys.stderr)
     return rounds
 
 
-def _summary(case: cases.Case, rounds: Rounds) -> dict[str, Any]:
+def summary(case: cases.Case, rounds: Rounds, ratios: Mapping[str, tuple[str, str]] = RATIOS) -> dict[str, Any]:
     speeds = {name: [each.samples_per_second for each in measured] for name, measured in rounds.items()}
     return {
         "parameters": case.parameters,
@@ -109,7 +122,7 @@ def _summary(case: cases.Case, rounds: Rounds) -> dict[str, Any]:
             }
             for name, measured in rounds.items()
         },
-        "ratios": {label: ratio(speeds[over], speeds[under]) for label, (over, under) in RATIOS.items()},
+        "ratios": {label: ratio(speeds[over], speeds[under]) for label, (over, under) in ratios.items()},
     }
 
 
