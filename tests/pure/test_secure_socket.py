@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from shoal.transport.authority import RunAuthority
 from shoal.transport.credentials import Credentials
+from shoal.transport.frame_format import REQUEST, Frame
+from shoal.transport.frame_socket import SocketTransport
 from shoal.transport.identity import PeerRefused, Role
 from shoal.transport.secure_socket import TlsSocket, handshake, secure
 
@@ -165,3 +168,25 @@ def test_without_credentials_the_socket_is_as_it_was(pair: Pair) -> None:
     assert secure(pair[0], None, server_side=False, roles=()) is pair[0]
     with pytest.raises(BlockingIOError):
         pair[0].recv(1)
+
+
+def test_frames_with_tensors_travel_through_tls(pair: Pair) -> None:
+    client, server = connected(pair)
+    sender, receiver = SocketTransport(client), SocketTransport(server, copies=True)
+    sizes = [0, 1, 1000, 16_000, 17_000, 65_000, 300_000, 5, 1_000_000] * 3
+    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
+    for number, tensor in enumerate(tensors):
+        sender.send(Frame(REQUEST, 0, 0, 0, number, 0, b"meta", [tensor]))
+    found: list[int] = []
+    until = time.monotonic() + 20
+    while len(found) < len(tensors) and time.monotonic() < until:
+        sender.flush()
+        frame = receiver.receive()
+        if frame is None:
+            if not receiver.buffered:
+                select.select([receiver], [sender] if sender.unsent_bytes else [], [], 1)
+            continue
+        assert torch.equal(frame.tensors[0], tensors[frame.tag])
+        found.append(frame.tag)
+        frame.release()
+    assert found == list(range(len(tensors)))

@@ -1,7 +1,7 @@
 """Moves frames between processes: `send`, `receive`, `fileno`, `close`. Nothing here blocks.
 
     unix:PATH          one host. Headers go through the socket, bodies from 4 KB on through shared memory (shm_ring.py)
-    tcp://HOST:PORT    between hosts
+    tcp://HOST:PORT    between hosts, with TLS (secure_socket.py)
     a ParameterShard   one process: a sent frame is handled at once
 
 `ConnectionLost` means that the peer closed its socket or died, `BadFrame` that its bytes are no frame. A connection is
@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.transport import frame_format
 from shoal.transport.addresses import connect_socket, socket_error_text
 from shoal.transport.frame_format import ALIGN, IN_SHARED_MEMORY, BadFrame, Frame, FrameHeader, FrameLimits, FrameTensor
+from shoal.transport.secure_socket import Connection, TlsSocket
 from shoal.transport.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
 
 MIN_SHARED_BYTES = 4096  # smaller bodies go through the socket
@@ -67,7 +68,7 @@ class SocketTransport:
     tensors until the frame is answered, and writes bodies to shared memory itself.
     """
 
-    def __init__(self, connection: socket.socket, *, limits: FrameLimits | None = None, copies: bool = False) -> None:
+    def __init__(self, connection: Connection, *, limits: FrameLimits | None = None, copies: bool = False) -> None:
         self._socket = connection
         self.limits = limits or FrameLimits()
         self._copies = copies
@@ -143,6 +144,7 @@ class SocketTransport:
             except (OSError, ValueError):
                 self.send(frame)
                 return False
+            assert isinstance(self._socket, socket.socket), "rings are for one host"
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
             try:
                 self._socket.sendmsg([frame_format.pack_prefix(frame)], [rights])
@@ -221,7 +223,9 @@ class SocketTransport:
 
     @property
     def buffered(self) -> bool:
-        """Whether bytes were read that `receive` has not parsed: call it again before waiting."""
+        """Whether bytes were read that `receive` has not returned: call it again before waiting."""
+        if isinstance(self._socket, TlsSocket) and self._socket.pending():
+            return True
         return self._end > self._start and self._body_rest is None
 
     def _fill(self) -> None:
@@ -229,7 +233,7 @@ class SocketTransport:
         if self._start == self._end:
             self._start = self._end = 0
         try:
-            if self.accepts_descriptors:
+            if self.accepts_descriptors and isinstance(self._socket, socket.socket):
                 data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._inbox) - self._end, 2)
                 self.descriptors += descriptors
                 count = len(data)
