@@ -58,6 +58,7 @@ class RunDriver:
             self.recorder.write_files()
         # Every torch optimizer imports this when it is made, which takes a second: once here, not in each worker.
         importlib.import_module("torch._dynamo")
+        self.processes.issue_own_keys()
         roster, failure = self.supervisor.roster, self.config.failure
         first, services = roster.fill(), self.launch.launcher.services()
         if failure.elastic:

@@ -14,6 +14,9 @@ from shoal.driver.launchers.base import Host, ProcessEvent, ProcessExit, Process
 from shoal.driver.log_tail import LogTail
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_folder import RunFolder
+from shoal.transport.addresses import is_loopback
+from shoal.transport.identity import Role
+from shoal.transport.key_folder import KEYS, KeyFolder
 from shoal.worker.event_channel import STOP_WORD
 from shoal.worker.run_config import RunConfig
 
@@ -24,6 +27,7 @@ class RunProcesses:
     def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
         self.launcher, self.launch, self.folder, self.config = launch.launcher, launch, folder, config
         self.hosts: Sequence[Host] = self.launcher.hosts(launch.size)
+        self.keys = _keys_of(launch, folder)
         self.running: set[WorkerId] = set()
         self.pids: dict[WorkerId, int] = {}  # also of processes that have ended
         self.can_start = True
@@ -69,8 +73,22 @@ class RunProcesses:
 
     def start(self, host: Host, process: WorkerId, log: Path, cores: Sequence[int] = ()) -> None:
         environment = {**self._environment(process.worker), **host.variables, **self.variables}
+        if self.keys is not None:
+            environment |= self.keys.variables(*self._role_and_name(process))
         self.launcher.start(host, ProcessSpec(process=process, environment=environment, log=log, cores=cores))
         self.running.add(process)
+
+    def issue_own_keys(self) -> None:
+        """At the beginning of a sitting: credentials of the driver and of the run's store."""
+        if self.keys is not None:
+            self.keys.begin()
+            self.keys.credentials(Role.DRIVER)
+            self.keys.credentials(Role.STORE)
+
+    def _role_and_name(self, process: WorkerId) -> tuple[Role, str]:
+        if process.worker < self.launch.size:
+            return Role.WORKER, f"{process.worker}.{process.incarnation}"
+        return Role.SERVER, f"{process.worker - self.launch.size}.{process.incarnation}"
 
     def poll(self, seconds: float) -> Sequence[ProcessEvent]:
         """Events of the launcher, waiting at most so long. `running` and `can_start` are those after all of them."""
@@ -113,6 +131,17 @@ class RunProcesses:
         if not self.config.parallel.pin or self.launch.size * threads > len(cores):
             return ()
         return cores[rank * threads : (rank + 1) * threads]
+
+
+def _keys_of(launch: LaunchSpec, folder: RunFolder) -> KeyFolder | None:
+    """None: all processes are on this machine, where sockets of this user need no certificates."""
+    launcher = launch.launcher
+    hosts = [launcher.services(), *launcher.hosts(launch.size)]
+    if launch.servers:
+        hosts += launcher.hosts(launch.servers)
+    if all(is_loopback(host.address) for host in hosts):
+        return None
+    return KeyFolder(folder.path / KEYS, folder.id)
 
 
 def _free_port(address: str) -> int:

@@ -286,7 +286,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 def _write(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> _FileDigest:
     """Writes a new file to disk."""
     digest, size = hashlib.sha256(), 0
-    with path.open("xb", buffering=0) as file:
+    with open(path, "xb", buffering=0, opener=_owner_only) as file:
         for chunk in chunks:
             digest.update(chunk)
             size += len(chunk)
@@ -295,6 +295,10 @@ def _write(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> _F
                 rest = rest[file.write(rest) or 0 :]
         os.fsync(file.fileno())
     return _FileDigest(size, digest.hexdigest())
+
+
+def _owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _fsync(folder: Path) -> None:

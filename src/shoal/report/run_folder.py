@@ -1,4 +1,4 @@
-"""The run folder: everything that a run writes. Used by the driver, by reports and by resumed runs.
+"""The run folder: everything that a run writes, for its owner alone. Used by the driver, reports and resumed runs.
 
 config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  checkpoints/  worker-0.log …
 model.safetensors  best.safetensors (keep_best)  ema.safetensors (ema)
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.errors import InputError, RunFolderError
-from shoal.report import atomic_write, run_index
+from shoal.report import atomic_write, private_folder, run_index
 from shoal.report.events import (
     AnyEvent,
     MetricsLogged,
@@ -49,7 +49,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, run_dir: Path | None, *, root: Path = DEFAULT_ROOT) -> "RunFolder":
-        """Creates the given folder, or a fresh `runs/<4 hex>`, and checks that it can be written to."""
+        """Creates the given folder, or a fresh `runs/<4 hex>`, and checks that it can be written to.
+
+        A folder that had other files before keeps its mode."""
         if run_dir is not None:
             held = [name for name in ("report.json", "events.jsonl") if atomic_write.exists(run_dir / name)]
             if held:
@@ -64,6 +66,8 @@ class RunFolder:
             else:
                 path = run_dir
                 path.mkdir(parents=True, exist_ok=True)
+                if made or not any(path.iterdir()):
+                    private_folder.make_private(path)
         except OSError as error:
             raise _unwritable(run_dir or root, error) from error
         try:
@@ -142,6 +146,7 @@ class RunFolder:
     def close(self) -> None:
         self._events.close()
         self._metrics.close()
+        private_folder.set_modes(self.path)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -279,7 +284,8 @@ def _fresh(root: Path) -> Path:
     for attempt in range(1000):
         path = root / secrets.token_hex(2 if attempt < 100 else 4)
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode=0o700)
+            private_folder.make_private(path)
             return path
     raise FileExistsError(f"no free name among the runs in {root}")
 

@@ -51,6 +51,7 @@ def _bind_unix(place: Path) -> socket.socket:
     try:
         with _ShortSocketPath(place) as path:
             listener.bind(path)
+            os.chmod(path, 0o600)  # the umask does not count where the folder has a default access list
     except OSError:
         listener.close()
         raise

@@ -1,12 +1,8 @@
 """The authority of a run: signs a certificate for each process, and keeps the list of those that are revoked.
 
-RUN/keys/              0700
-    authority.pem      0600    the authority's key: the driver's alone
-    worker-0.1.json    0600    credentials of one process
-    revoked            0600    serial numbers that nobody accepts any more
+`key_folder.py` has the files.
 """
 
-import os
 import time
 from pathlib import Path
 from typing import Self
@@ -15,9 +11,8 @@ from shoal.errors import InputError
 from shoal.transport import certificates
 from shoal.transport.credentials import SHARED_RUN, VALID_BEFORE, VALID_DAYS, Credentials, read_revoked, uri_of
 from shoal.transport.identity import Role
-from shoal.transport.secret_files import read_secret, write_secret
+from shoal.transport.secret_files import make_private_folder, read_secret, write_secret
 
-KEYS = "keys"  # the folder, in the run's
 AUTHORITY = "authority.pem"
 REVOKED = "revoked"
 
@@ -53,12 +48,15 @@ class RunAuthority:
             ) from None
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.chmod(folder, 0o700)
-        write_secret(folder / AUTHORITY, f"# shoal run {self.run}\n{certificates.key_text(self._key)}")
+        make_private_folder(folder)
+        write_secret(folder / AUTHORITY, self.file_text())
         if not (folder / REVOKED).exists():
             write_secret(folder / REVOKED, "")
         self.folder = folder
+
+    def file_text(self) -> str:
+        """What `load` reads. Has the key."""
+        return f"# shoal run {self.run}\n{certificates.key_text(self._key)}"
 
     def issue(self, role: Role, name: str, now: float | None = None) -> Credentials:
         begin = (time.time() if now is None else now) - VALID_BEFORE

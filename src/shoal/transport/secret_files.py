@@ -25,6 +25,11 @@ def write_secret(path: Path, text: str) -> None:
         raise
 
 
+def make_private_folder(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.chmod(path, 0o700)
+
+
 def read_secret(path: Path, what: str) -> str:
     """The text of a file that only its owner can read. `what` says in errors what the file should hold."""
     try:

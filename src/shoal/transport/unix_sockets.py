@@ -20,6 +20,7 @@ def listen(address: Path, kind: socket.SocketKind) -> socket.socket:
             listener.bind(path)
         finally:
             os.umask(before)
+        os.chmod(path, 0o600)  # the umask does not count where the folder has a default access list
     listener.listen(128)
     return listener
 
