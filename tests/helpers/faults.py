@@ -31,6 +31,7 @@ from shoal.parallel.lane_strategy import LaneStrategy
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.local_step import LocalStep
 from shoal.parallel.optimizer_view import OptimizerView
+from shoal.parallel.overlapped_reduce import OverlappedExchange
 from shoal.parallel.pipeline import PipelineLocalStep
 from shoal.parallel.synced_step import SyncedLocalStep
 from shoal.recovery.membership.process import process_state
@@ -61,6 +62,7 @@ class Place:
 
 ASKS = Place(Run, "_requests")  # a step begins: what it asks of all is about to be read
 LANE = Place(LocalStep, "run_lane")
+LEFT = Place(OverlappedExchange, "leave", after=True)  # a bucket is on the way, and the backward pass goes on
 MEETS = Place(LaneStrategy, "commit")  # it has what all have computed, and has told nobody
 ADDED_UP = Place(
     SharedBuffers, "reduce_own_share", after=True
@@ -209,8 +211,8 @@ class Faults:
         backward_pass: int | None = None,
         every_time: bool = False,
     ) -> None:
-        """`step`: the one at work, counted from 0, or the last one before. `lane`: at LANE. `backward_pass`: of several
-        for one batch, counted from 0."""
+        """`step`: the one at work, counted from 0, or the last one before. `lane`: at LANE; at LEFT, the bucket.
+        `backward_pass`: of several for one batch, counted from 0."""
         self._count += not every_time
         mark = self._marks / f"{self._count} {place.name} {step} {worker} {life}"
         original = getattr(place.owner, place.name)

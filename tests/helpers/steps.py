@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -35,11 +35,14 @@ def strategy_for(
     seed: int = 0,
     group: WorkerGroup | None = None,
     deal: Any = None,
+    overlap: Literal["auto", "on", "off"] = "auto",
 ) -> DataParallel:
     replica = ModelReplica(model, find_blocks(model, blocks), seed)
     group, deal = group or SoloGroup(), deal or [(0, lanes)]
     return DataParallel(
-        StepSetup(replica=replica, group=group, lanes=lanes, microbatches=microbatches, assignment=deal)
+        StepSetup(
+            replica=replica, group=group, lanes=lanes, microbatches=microbatches, assignment=deal, overlap=overlap
+        )
     )
 
 

@@ -86,6 +86,12 @@ def scales(report: shoal.Report) -> list[LossScaleChanged]:
     return [event for event in events if isinstance(event, LossScaleChanged)]
 
 
+def test_the_same_with_gradients_that_leave_during_the_backward_pass(alone: shoal.Report) -> None:
+    found = train(hard_job(), workers=3, overlap="on")
+    assert found.weights_sha256 == alone.weights_sha256
+    assert found.value["loss_scale"] == alone.value["loss_scale"]
+
+
 def test_one_worker_skips_accumulates_and_frees_as_the_job_says(alone: shoal.Report) -> None:
     found = scales(alone)
     skipped = [event.step for event in found if event.overflowed]

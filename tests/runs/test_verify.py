@@ -196,7 +196,7 @@ def double_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_step, "_add_into", lambda left, right, out: left)
+    monkeypatch.setattr(local_step, "add_into", lambda left, right, out: left)
 
 
 def forget_the_clip(monkeypatch: pytest.MonkeyPatch) -> None:

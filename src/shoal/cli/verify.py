@@ -52,7 +52,7 @@ def arguments(parser: CommandParser) -> None:
     parser.add_argument("--resume", action="store_true", help="also stop half way and resume with fewer workers")
     parser.add_argument("--against", choices=["plain"], help="plain: also with an ordinary PyTorch loop, in fp64")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    config_options(parser, "compress", "algorithm", common=False)
+    config_options(parser, "compress", "algorithm", "overlap", common=False)
     parser.add_argument("--help-all", nargs=0, action=HelpAll, help="the options that are rarely needed, too")
 
 
@@ -90,7 +90,7 @@ def _of_job(given: argparse.Namespace, comm_options: CommOptions) -> VerifyTask:
     counts = _worker_counts(given)
     wanted = placements(counts, given.shares, given.resume, steps)
     wanted += layout_placements(given.layouts, given.schedule, given.recompute)
-    wanted = [replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options)) for each in wanted]
+    wanted = [_travelling(each, given, comm_options) for each in wanted]
     wanted += server_placements(counts or [1, 2], Servers(count=given.servers, sync=given.sync))
     for placement in wanted:  # a placement that does not fit is reported before the first run
         plan = plan_for(job, placement.config, None if placement.lab is None else placement.lab.launcher)
@@ -115,9 +115,15 @@ def _of_script(given: argparse.Namespace, comm_options: CommOptions, kind: str) 
             raise InputError(f"--{named} needs a shoal.Job, and {script} has a loop of its own", fix=fix)
     steps = given.steps or DEFAULT_STEPS
     wanted = placements(_worker_counts(given), given.shares, given.resume, steps)
-    wanted = [replace(each, lab=given.lab, config=each.config.with_comm_options(comm_options)) for each in wanted]
+    wanted = [_travelling(each, given, comm_options) for each in wanted]
     subject = VerifiedScript(script=script, arguments=given.script_arguments)
     return steps, wanted, lambda: compare_placements(subject, wanted, steps), None
+
+
+def _travelling(placement: VerifyPlacement, given: argparse.Namespace, comm_options: CommOptions) -> VerifyPlacement:
+    """The placement with what was asked for of how gradients travel."""
+    config = placement.config.with_comm_options(comm_options).changed(overlap=config_of(given).communication.overlap)
+    return replace(placement, lab=given.lab, config=config)
 
 
 def _worker_counts(given: argparse.Namespace) -> list[int]:

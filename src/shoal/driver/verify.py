@@ -56,6 +56,7 @@ class VerifyPlacement:
         if self.lab is not None:
             hosts, algorithm = self.lab.slots(self.workers)[0].host_count, self.config.communication.algorithm
             words += [plural(hosts, "lab host"), *([algorithm] if algorithm and hosts > 1 else [])]
+        words += [f"overlap {self.config.communication.overlap}"] * (self.config.communication.overlap != "auto")
         words += [f"shares {asked.shares}"] if asked.shares else []
         if stops.stop_after is not None:
             words += [f"stopped at step {stops.stop_after}", f"resumed on {self.resume_workers}"]

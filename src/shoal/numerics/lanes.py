@@ -35,6 +35,20 @@ def subtrees(lanes: int, held: Span) -> tuple[Span, ...]:
     return inside((0, lanes))
 
 
+def left_siblings(node: Span, lane: int) -> list[Span]:
+    """The subtrees to the left of the way from a node down to one of its lanes. The node's sum is theirs and the
+    lane's, if no lane to the right of it has a value: the lane is added to the last of them, that to the one before."""
+    found = []
+    while node[1] - node[0] > 1:
+        middle = split_point(node)
+        if lane < middle:
+            node = (node[0], middle)
+        else:
+            found.append((node[0], middle))
+            node = (middle, node[1])
+    return found
+
+
 def fold(lanes: int, partials: Mapping[Span, T | None], add: Callable[[T, T], T]) -> T | None:
     """Adds partial sums in the order of the tree. An absent one (None) is no operand."""
 

@@ -2,6 +2,7 @@
 
 from shoal.parallel.lane_strategy import LaneStrategy
 from shoal.parallel.local_step import FollowerStep, LocalStep
+from shoal.parallel.overlapped_reduce import OverlappedStep
 from shoal.parallel.step import Closure, StepInput
 from shoal.parallel.synced_step import SyncedLocalStep
 
@@ -12,5 +13,14 @@ class DataParallel(LaneStrategy):
     def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
         if any(norm.training for norm in self.synced_norms):
             return SyncedLocalStep(self, step_input, closure)
+        if self._overlaps():
+            return OverlappedStep(self, step_input, closure)
         kind = LocalStep if self.own_lanes[1] > self.own_lanes[0] else FollowerStep
         return kind(self, step_input, closure)
+
+    def _overlaps(self) -> bool:
+        """On one host adding is work of the same cores as the backward pass: nothing is gained there. Lanes that meet
+        at batch norms have no last one, and a model in shards has sums of its own."""
+        if self.overlap == "off" or self.synced_norms or self.groups.sharded or self._gradients_came_late:
+            return False
+        return self.overlap == "on" or self.several_hosts

@@ -1,8 +1,9 @@
-"""How the partial sums of one step reach all workers. Three ways with one interface and the same bits:
+"""How the partial sums of one step reach all workers. Four ways with one interface and the same bits:
 
     local         one worker: nothing to exchange
     shared        all on one host: sums are written to memory that all can reach, and added in place
     collective    through the group's ordered reduce, bucket by bucket
+    overlapped    likewise, while the backward pass is still running (overlapped_reduce.py)
 
 `contribute` comes before the gather of the step's stats, `reduce` and `commit` after it. The gather is a barrier: when
 it returns, every worker has contributed. `commit` is the second barrier: when it returns, every worker has the sums. If
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import WorkerGroup
+from shoal.collectives.group import PendingTensor, WorkerGroup
 from shoal.collectives.shared_buffers import SharedBuffers
 from shoal.errors import RunError
 from shoal.numerics.lanes import Span, subtrees
@@ -94,21 +95,34 @@ class CollectiveExchange:
         for number, bucket in enumerate(self.buckets):
             if not bucket.has_any(anywhere):
                 continue  # no worker has a value in it
-            flats = {}
-            for place, (span, values) in enumerate(self.partial_sums.items()):
-                if (number, place) not in self._flats:
-                    self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
-                flats[span] = self._flats[number, place]
-                bucket.fill(bucket.views(flats[span]), values)
-                for start, stop in bucket.gaps:  # a compressor leaks into gaps: what stays there would be added again
-                    flats[span][start:stop].zero_()
+            for place, values in enumerate(self.partial_sums.values()):
+                self.pack(number, place, values)
             # The next bucket is packed while this one is reduced.
-            key = number if number < self.compressible else None
-            under_way.append((bucket, self.group.ordered_reduce(self.lanes, self.assignment, flats, key)))
+            under_way.append((bucket, self.begin_reduce(number, list(self.partial_sums), self.assignment)))
         self.partial_sums = {}
         for bucket, pending in under_way:
             unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
         return sums
+
+    def flat(self, number: int, place: int) -> Tensor:
+        """This worker's memory for one partial sum of a bucket."""
+        if (number, place) not in self._flats:
+            bucket = self.buckets[number]
+            self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
+        return self._flats[number, place]
+
+    def pack(self, number: int, place: int, values: GradList) -> None:
+        """Copies a bucket's share of a partial sum to its memory."""
+        bucket, flat = self.buckets[number], self.flat(number, place)
+        bucket.fill(bucket.views(flat), values)
+        for start, stop in bucket.gaps:  # a compressor leaks into gaps: what stays there would be added again
+            flat[start:stop].zero_()
+
+    def begin_reduce(self, number: int, spans: Sequence[Span], assignment: Sequence[Span]) -> PendingTensor:
+        """Begins the sum of a bucket over all workers. `spans`: this worker's subtrees, all of them packed."""
+        flats = {span: self.flat(number, place) for place, span in enumerate(spans)}
+        key = number if number < self.compressible else None
+        return self.group.ordered_reduce(self.lanes, assignment, flats, key)
 
     def commit(self) -> None:
         self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from shoal.numerics.seeds import pass_seed
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, open_exchange
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.local_step import LocalStep
+from shoal.parallel.overlapped_reduce import OverlappedExchange, open_overlapped
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import ShardedNorm
 from shoal.parallel.step import Closure, GatheredStepStats, ReducedStep, StepInput, StepResult
@@ -41,6 +42,7 @@ class StepSetup:
     microbatches: int
     assignment: Sequence[Span]  # by replica
     needs_norm: bool = False  # the loop clips by norm: where the model is sharded, all workers find the norm together
+    overlap: Literal["auto", "on", "off"] = "auto"  # reduce during the backward pass; auto: between hosts
 
 
 class LaneStrategy(ABC):
@@ -55,13 +57,15 @@ class LaneStrategy(ABC):
             raise PlanError(NO_MEETING, fix=NO_MEETING_FIX)
         self.groups = ParallelGroups.replicated(setup.group)
         self.assignment = tuple(setup.assignment)
-        self.needs_norm = setup.needs_norm
+        self.needs_norm, self.overlap = setup.needs_norm, setup.overlap
         self.gradient_count = len(self.replica.parameters)
         self.current_lane: int | None = None
         self._exchange: GradientExchange | None = None  # of the pass under way
         self._exchanges: dict[str, tuple[list[int], GradientExchange]] = {}  # by optimizer: gradients stay in them
         self._row_width: int | None = None  # of the longest stats row, where they differ
         self._sharded_norm: ShardedNorm | None = None
+        self._several_hosts: bool | None = None
+        self._gradients_came_late = False  # in this generation: no overlap
 
     @property
     def group(self) -> WorkerGroup:
@@ -70,6 +74,12 @@ class LaneStrategy(ABC):
     @property
     def own_lanes(self) -> Span:
         return (0, 0) if self.groups.replica is None else self.assignment[self.groups.replica]
+
+    @property
+    def several_hosts(self) -> bool:
+        if self._several_hosts is None:
+            self._several_hosts = len(set(self.group.comm_stats().hosts)) > 1
+        return self._several_hosts
 
     def lane_owners(self) -> dict[int, int]:
         """By lane, the world rank that knows its loss."""
@@ -134,6 +144,13 @@ class LaneStrategy(ABC):
             buffers=len(self.replica.buffers.names),
         )
 
+        if stats.came_late:
+            return self._reduce_again(local)
+        if isinstance(self._exchange, OverlappedExchange):  # the slowest worker's buckets come last
+            behind = max(0.0, max(stats.compute_by_worker) - local.compute_seconds)
+            wait_seconds += min(behind, reduce_seconds)
+            reduce_seconds -= min(behind, reduce_seconds)
+
         began = time.perf_counter()
         samples = len(local.step_input.indices)
         loss, scale = stats.loss(samples)
@@ -168,6 +185,13 @@ class LaneStrategy(ABC):
             result=result,
             checks_overflow=checks_overflow and not self.groups.sharded,
         )
+
+    def _reduce_again(self, local: LocalStep) -> ReducedStep:
+        """A gradient came after its bucket had left, on some worker: all compute the step again without overlap."""
+        self.drop()
+        self._gradients_came_late = True
+        self._exchanges.clear()
+        return self.reduce(self.compute(local.step_input, local.closure, local.request))
 
     def commit(self, reduced: ReducedStep) -> None:
         assert self._exchange is not None
@@ -206,12 +230,17 @@ class LaneStrategy(ABC):
         self.groups, self.assignment = groups, tuple(assignment)
         self._exchange = self._row_width = self._sharded_norm = None
         self._exchanges.clear()
+        self._several_hosts, self._gradients_came_late = None, False
 
     # -- what differs by strategy -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _local_step(self, step_input: StepInput, closure: Closure) -> LocalStep:
         """How this worker runs its lanes."""
+
+    def _overlaps(self) -> bool:
+        """Whether buckets leave during the backward pass: where the local step is an `OverlappedStep`."""
+        return False
 
     def _open_exchange(self, optimizer: str) -> GradientExchange:
         """Opens the exchange of an optimizer's passes once, and again when a loop freezes or frees parameters: all
@@ -222,8 +251,11 @@ class LaneStrategy(ABC):
             count, starts = self.gradient_count, self.replica.buffers.start_values()
             tensors: list[tuple[int, Tensor]] = [(index, self.replica.parameters[index][1]) for index in trained]
             buffers = [(count + index, start) for index, start in enumerate(starts)]
-            group = self.groups.shard_group
-            exchange = open_exchange(group, self.lanes, self.assignment, tensors, count + len(starts), buffers)
+            group, values = self.groups.shard_group, count + len(starts)
+            if self._overlaps():
+                exchange = open_overlapped(group, self.lanes, tensors, values, buffers)
+            else:
+                exchange = open_exchange(group, self.lanes, self.assignment, tensors, values, buffers)
             self._exchanges[optimizer] = trained, exchange
         return exchange
 

@@ -38,7 +38,9 @@ class LocalStep:
 
     partial_sums: SubtreeSums
     stats_row: Tensor  # what the other workers need to know of this worker's lanes
+    request = 0  # what this worker asks of all
     compute_seconds = 0.0
+    came_late = False  # a gradient came after its bucket had left (overlapped_reduce.py)
 
     def __init__(self, holder: LaneHolder, step_input: StepInput, closure: Closure) -> None:
         self.holder, self.replica = holder, holder.replica
@@ -56,11 +58,12 @@ class LocalStep:
 
     def record(self, request: int, seconds: float) -> None:
         """Makes the stats row, after the lanes took `seconds`. `request` travels to all workers with it."""
+        self.request = request
         self.compute_seconds = seconds - self.data_seconds - self.idle_seconds
         lanes = range(self.holder.lanes)
         no_buffers = [False] * len(self.replica.buffers.names)
         self.stats_row = encode_stats(
-            [float(request), self.compute_seconds, time.monotonic(), float(self.has_counts)],
+            [float(request), self.compute_seconds, time.monotonic(), float(self.has_counts), float(self.came_late)],
             [self.lane_losses.get(lane) for lane in lanes],
             self.present,
             [self.lane_buffers.get(lane, no_buffers) for lane in lanes],
@@ -85,7 +88,7 @@ class LocalStep:
         left = self.sum_subtree((span[0], middle), [])
         right = self.sum_subtree((middle, span[1]), [])
         out = out or [None] * len(left)
-        return [_add_into(a, b, each) for a, b, each in zip(left, right, out, strict=True)]
+        return [add_into(a, b, each) for a, b, each in zip(left, right, out, strict=True)]
 
     def run_lane(self, lane: int) -> GradList:
         replica, microbatches = self.replica, self.lane_microbatches[lane]
@@ -119,6 +122,9 @@ class LocalStep:
                 f"step {self.step_input.step}, lane {lane}: the loss does not depend on any parameter of {of}",
                 fix="run.backward(batch, closure, optimizer=…) with the optimizer of what the closure trains",
             )
+        self.backward(loss, lane, number)
+
+    def backward(self, loss: Tensor, lane: int, number: int) -> None:
         loss.backward()
 
     def take_gradients(self) -> GradList:
@@ -173,7 +179,8 @@ def read_loss(value: Any, place: str) -> tuple[Tensor, float | None]:
     return value.reshape(()), count
 
 
-def _add_into(left: Tensor | None, right: Tensor | None, out: Tensor | None) -> Tensor | None:
+def add_into(left: Tensor | None, right: Tensor | None, out: Tensor | None) -> Tensor | None:
+    """Adds two sums of lanes; one that is absent is no operand. The sum is written to `out`, or to the left one."""
     if left is None or right is None:
         return right if left is None else left
     if out is None:

@@ -161,8 +161,12 @@ class ModelReplica:
 
     def take_gradients(self) -> list[Tensor | None]:
         """What a lane's backward passes left, one per parameter; None where it got no gradient."""
-        leaves = [(name, self.leaves(name, each) if self.trains(name) else ()) for name, each in self.parameters]
-        return [sum_tied([take_grad(leaf, name) for leaf in each]) for name, each in leaves]
+        return [self.take_gradient(index) for index in range(len(self.parameters))]
+
+    def take_gradient(self, index: int) -> Tensor | None:
+        name, parameter = self.parameters[index]
+        leaves = self.leaves(name, parameter) if self.trains(name) else ()
+        return sum_tied([take_grad(leaf, name) for leaf in leaves])
 
     def close(self) -> None:
         """Ties the weights again and takes the hooks off: the model is the user's as it was."""

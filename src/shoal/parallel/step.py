@@ -16,6 +16,7 @@ from shoal.numerics.lanes import fold
 from shoal.parallel.gradient_exchange import GradList
 
 FLAG_BITS = 48  # flags packed into one fp64 number
+HEAD = 5  # numbers of a row before those of the lanes
 Closure = Callable[[Any], Any]  # a microbatch -> its loss: a scalar mean, or (sum, count)
 
 
@@ -67,8 +68,9 @@ def encode_stats(
     present: Sequence[bool],
     changed_buffers: Sequence[Sequence[bool]],
 ) -> Tensor:
-    """A worker's row. `head`: request, compute seconds, clock, whether its losses have counts. The rest is by lane
-    (loss, count, finite; None: not this worker's), by tensor (has a value), and by lane and buffer (changed)."""
+    """A worker's row. `head`: request, compute seconds, clock, whether its losses have counts, whether a gradient came
+    too late for its bucket. The rest is by lane (loss, count, finite; None: not this worker's), by tensor (has a
+    value), and by lane and buffer (changed)."""
     sums = [number for lane in lane_losses for number in _lane_numbers(lane)]
     buffers = [bit for lane in changed_buffers for bit in lane]
     return torch.tensor([*head, *sums, *_pack_bits(present), *_pack_bits(buffers)], dtype=torch.float64)
@@ -102,16 +104,17 @@ class GatheredStepStats:
         self.compute_by_worker = [row[1] for row in table]
         self.slowest = max(range(len(table)), key=lambda rank: table[rank][2])
         self.has_counts = any(row[3] for row in table)
+        self.came_late = any(row[4] for row in table)
         self.lane_losses: dict[int, tuple[float, float]] = {}
         self.not_finite: list[tuple[int, int]] = []
         self.lane_owners = owners
         for lane, rank in self.lane_owners.items():
-            total, count, state = table[rank][4 + 3 * lane : 7 + 3 * lane]
+            total, count, state = table[rank][HEAD + 3 * lane : HEAD + 3 + 3 * lane]
             if state == 2.0:
                 self.not_finite.append((rank, lane))
             elif state == 1.0:
                 self.lane_losses[lane] = (total, count)
-        at = 4 + 3 * lanes
+        at = HEAD + 3 * lanes
         width = parameters + buffers
         words = -(-width // FLAG_BITS)
         own = [table[rank] for rank in shard_ranks]

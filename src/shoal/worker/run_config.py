@@ -129,6 +129,9 @@ class Communication(ConfigGroup):
     links: dict[str, tuple[float, float]] | None = option(  # noqa: RUF009
         None, "by level (memory, host, rack): seconds of a message, and bytes per second (SHOAL_LINKS)", flag=None
     )
+    overlap: Literal["auto", "on", "off"] = option(
+        "auto", "send gradients during the backward pass: auto (between hosts), on or off; the same bits"
+    )
     timeout: float = option(1800.0, "seconds to wait for other workers (1800)", "S", above=0)
 
     def check(self) -> None:

@@ -183,6 +183,7 @@ class TrainingState(ABC):
             microbatches=self.setup.microbatches,
             assignment=self.plan.assignment,
             needs_norm=self.setup.clips,
+            overlap=self.config.communication.overlap,
         )
 
     def step_input(self, batch: Batch, which: BackwardPass = FIRST_PASS) -> StepInput:

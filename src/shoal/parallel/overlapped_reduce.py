@@ -1,0 +1,233 @@
+"""Buckets leave while the backward pass of this worker's last lane is still running.
+
+    this worker's lanes      0         1         2: the last one with samples
+                             ├─sums────┴─────────┼─forward─┬─backward───────────────────────┬─buffers─┐
+    gradients arrive                                       w4   w3     w2     w1       w0
+    bucket 0  (w4, w3)                                          ├─add──┬─ordered reduce──────┤
+    bucket 1  (w2, w1)                                                        ├─add─┬─ordered reduce──┤
+    bucket 2  (w0), bucket 3 (buffers)                                                       ├─add─┬──…  then the rows
+
+A bucket leaves when the lane has all its gradients and the bucket before it has left, so all workers reduce the same
+buckets in the same order. The sums of the lanes before are added to it first: the same additions of the same operands
+as in `LocalStep.sum_subtree`, so the bits are the same. What never arrives (parameters that the lane does not use) is
+found when the lane ends; then all buckets that are left leave, with minus zero for what is absent.
+
+The step is a transaction as before. The rows about the lanes travel after the buckets: what does not count, since a
+loss is not finite or no worker has the tensor, was summed in vain and is not looked at. A gradient that changes after
+its bucket has left (a block that the user recomputes with `use_reentrant=True` may do that) is told in the row, and all
+workers compute the step again, and go on, without overlap.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.collectives.group import PendingTensor, WorkerGroup
+from shoal.errors import PeerLost
+from shoal.numerics.lanes import Span, left_siblings, subtrees
+from shoal.parallel.buckets import make_buckets
+from shoal.parallel.gradient_exchange import (
+    CollectiveExchange,
+    GradientExchange,
+    GradList,
+    LocalExchange,
+    SubtreeSums,
+    unpack_bucket,
+)
+from shoal.parallel.local_step import LocalStep, add_into
+from shoal.parallel.replica import ModelReplica
+
+BUCKETS = 8  # to aim for: the first leaves early, and the last, which nothing hides, is small
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 512 << 10, 4 << 20
+
+
+def bucket_size(num_bytes: int) -> int:
+    """The size of a bucket, for gradients of so many bytes."""
+    return min(max(num_bytes // BUCKETS, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES)
+
+
+def open_overlapped(
+    group: WorkerGroup,
+    lanes: int,
+    tensors: Sequence[tuple[int, Tensor]],
+    count: int,
+    uncompressed: Sequence[tuple[int, Tensor]] = (),
+) -> GradientExchange:
+    """An exchange for `OverlappedStep`; the arguments are those of `open_exchange`. `uncompressed`: the buffers, which
+    are whole when the lane ends."""
+    if group.size == 1:
+        return LocalExchange()
+    size = bucket_size(sum(tensor.nbytes for _, tensor in tensors))
+    gradients, buffers = make_buckets(tensors, size), make_buckets(uncompressed)
+    return OverlappedExchange(group, lanes, gradients + buffers, count, len(gradients))
+
+
+class LeavingOrder:
+    """Decides which buckets leave: one whose items have all arrived, after those before it."""
+
+    def __init__(self, buckets: Iterable[Iterable[Hashable]]) -> None:
+        self._missing = [set(items) for items in buckets]
+        self._bucket_of = {item: number for number, items in enumerate(self._missing) for item in items}
+        self.left = 0  # so many of the first buckets
+
+    def arrived(self, item: Hashable) -> list[int]:
+        """The buckets that leave now. An item that comes again changes nothing."""
+        self._missing[self._bucket_of[item]].discard(item)
+        before = self.left
+        while self.left < len(self._missing) and not self._missing[self.left]:
+            self.left += 1
+        return list(range(before, self.left))
+
+
+class OverlappedExchange(CollectiveExchange):
+    """Reduces one bucket after the other, as `OverlappedStep` packs them."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._pending: list[PendingTensor] = []  # by bucket
+        self._whole = True  # all buckets of the last pass have been reduced
+
+    @property
+    def gradient_buckets(self) -> int:
+        """So many of the first buckets have gradients, the others buffers."""
+        return self.compressible
+
+    def begin(self, spans: Sequence[Span], assignment: Sequence[Span]) -> None:
+        """Begins a pass. A pass that ended in an error has left buckets on the way, which the other workers have
+        taken for this one's: they compute the step again, too."""
+        if self._pending and not self._whole:
+            self.group.abandon(f"worker {self.group.rank} computes a step again after its first buckets have left")
+            self.group.raise_if_failed()
+            raise PeerLost("the group was abandoned")
+        self.spans, self.assignment = spans, assignment
+        self._pending, self._whole = [], False
+
+    def leave(self, number: int) -> None:
+        """The bucket is packed for all subtrees: its reduction begins."""
+        assert number == len(self._pending), "buckets leave in order"
+        self._pending.append(self.begin_reduce(number, self.spans, self.assignment))
+
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._whole = True
+
+    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+        anywhere = [any(bits) for bits in zip(*present, strict=True)]
+        sums: GradList = [None] * self.count
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
+        return sums
+
+
+class OverlappedStep(LocalStep):
+    _closing: "_ClosingLane | None" = None  # the last lane, once it runs
+
+    def sum_lanes(self, exchange: GradientExchange) -> SubtreeSums:
+        if not isinstance(exchange, OverlappedExchange):  # of one worker
+            return super().sum_lanes(exchange)
+        holder = self.holder
+        spans = subtrees(holder.lanes, holder.own_lanes)
+        last = max((lane for lane in range(*holder.own_lanes) if self.lane_microbatches[lane]), default=None)
+        exchange.begin(spans, holder.assignment)
+        closing = None
+        for place, span in enumerate(spans):
+            if last is not None and span[0] <= last < span[1]:
+                closing = place
+            else:  # before the last lane, or without samples
+                values = self.sum_subtree(span, [])
+                for number in range(len(exchange.buckets)):
+                    exchange.pack(number, place, values)
+        if closing is None or last is None:
+            for number in range(len(exchange.buckets)):
+                exchange.leave(number)
+            return {}
+        lefts = [self.sum_subtree(each, []) for each in left_siblings(spans[closing], last)]
+        self._closing = _ClosingLane(exchange, self.replica, closing, lefts)
+        self._closing.finish(self.run_lane(last))
+        return {}
+
+    def backward(self, loss: Tensor, lane: int, number: int) -> None:
+        if self._closing is not None and number == len(self.lane_microbatches[lane]) - 1:
+            self._closing.backward(loss)
+        else:
+            super().backward(loss, lane, number)
+
+    def take_gradients(self) -> GradList:
+        values = super().take_gradients()
+        if self._closing is not None:
+            self.came_late = self._closing.add_taken(values)
+        return values
+
+
+class _ClosingLane:
+    """The last lane of a pass: takes its gradients as they arrive."""
+
+    def __init__(self, exchange: OverlappedExchange, replica: ModelReplica, place: int, lefts: list[GradList]) -> None:
+        """`lefts`: sums of the lanes before in the same subtree, number `place`, from the largest to the smallest."""
+        self.exchange, self.replica, self.place, self.lefts = exchange, replica, place, lefts
+        self._taken: GradList = [None] * exchange.count
+        gradients = exchange.buckets[: exchange.gradient_buckets]
+        self._leaves: dict[tuple[int, int], nn.Parameter] = {  # parameter, and which of its leaves, if it is tied
+            (slot.index, number): leaf
+            for bucket in gradients
+            for slot in bucket.slots
+            for number, leaf in enumerate(replica.leaves(*replica.parameters[slot.index]))
+        }
+        waits_for = [{slot.index for slot in bucket.slots} for bucket in gradients]
+        self._order = LeavingOrder([key for key in self._leaves if key[0] in indices] for indices in waits_for)
+        self._error: BaseException | None = None
+
+    def backward(self, loss: Tensor) -> None:
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(partial(self._arrived, key)) for key, leaf in self._leaves.items()
+        ]
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._error is not None:
+            raise self._error
+
+    def _arrived(self, key: tuple[int, int], leaf: Tensor) -> None:
+        """Runs inside autograd, which an error does not pass: it is raised when the backward pass is over."""
+        if self._error is None:
+            try:
+                for number in self._order.arrived(key):
+                    for slot in self.exchange.buckets[number].slots:
+                        self._taken[slot.index] = self.replica.take_gradient(slot.index)
+                    self._leave(number, self._taken)
+            except BaseException as error:
+                self._error = error
+
+    def add_taken(self, values: GradList) -> bool:
+        """Completes what is left at the end of the lane. Returns whether some of it came too late for its bucket."""
+        late = False
+        for bucket in self.exchange.buckets[: self._order.left]:
+            for slot in bucket.slots:
+                late = late or values[slot.index] is not None
+                values[slot.index] = self._taken[slot.index]
+        return late
+
+    def finish(self, values: GradList) -> None:
+        """The lane has ended, with these values: all other buckets leave."""
+        for number in range(self._order.left, len(self.exchange.buckets)):
+            self._leave(number, values)
+
+    def _leave(self, number: int, values: GradList) -> None:
+        """Adds the lane's values to the sums before it, from the smallest subtree to the largest."""
+        bucket = self.exchange.buckets[number]
+        places = bucket.views(self.exchange.flat(number, self.place))
+        sums: GradList = [None] * self.exchange.count
+        with torch.no_grad():
+            for slot, place in zip(bucket.slots, places, strict=True):
+                total = values[slot.index]
+                for height, left in enumerate(reversed(self.lefts), start=1):
+                    total = add_into(left[slot.index], total, place if height == len(self.lefts) else None)
+                    left[slot.index] = None
+                sums[slot.index] = total
+        self.exchange.pack(number, self.place, sums)
+        self.exchange.leave(number)
