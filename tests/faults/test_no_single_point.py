@@ -30,7 +30,7 @@ from helpers.faults import (
     until_stored,
     until_true,
 )
-from shoal.recovery.membership import heartbeat, sqlite_client
+from shoal.recovery.membership import loss_watch, sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_messages import read_server_info
@@ -270,7 +270,7 @@ if step == 5 and lane == 1 and "GATE" in os.environ:
 @pytest.fixture
 def hung(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """A run of three workers, the second of which waits in the job's own code; nobody is dropped for being stopped."""
-    monkeypatch.setattr(heartbeat, "STOPPED_SECONDS", 60.0)
+    monkeypatch.setattr(loss_watch, "STOPPED_SECONDS", 60.0)
     write_job(tmp_path, loss=GATE)
     os.mkfifo("gate")
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))

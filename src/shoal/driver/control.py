@@ -4,15 +4,16 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from shoal.collectives.handshake import host_identity
-from shoal.driver.driver import RunDriver
 from shoal.driver.failure_policy import worker_count_error
+from shoal.driver.launch import driver_class
 from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.launchers.local import LocalLauncher
@@ -20,14 +21,15 @@ from shoal.driver.script_control import never_joined, refuse_attaching_script, s
 from shoal.driver.store_monitor import StoreMonitor, living_driver, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
-from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess, store_key
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
+from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.store import RunStore, StoreSnapshot, StoreUnavailable
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import WorkerStarted
+from shoal.report.events import RunStarted, WorkerStarted
 from shoal.report.run_folder import RunFolder
-from shoal.report.stacks import WorkerActivity
+from shoal.report.stacks import WorkerActivity, with_silence
 from shoal.worker.context import WorkerContext
 
 ANSWER_SECONDS = 1.5  # in which a worker answers what it is doing
@@ -37,7 +39,8 @@ TICK_SECONDS = 0.1
 
 def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> dict[str, Any]:
     """Takes over a run whose driver is gone, and returns its report when it has ended."""
-    _refuse_servers(folder, "its driver cannot be replaced")
+    if server_driver_pid(folder) is not None:
+        raise _served_error(folder, "its driver cannot be replaced")
     refuse_attaching_script(folder)
     state = read_driver_state(folder)
     config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, log="", detached=True)
@@ -56,7 +59,7 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
             target=state.target,
             resumed=state.resumed,
         )
-        return RunDriver(launch, folder, config).take_over(monitor, alive)
+        return driver_class(launch.servers)(launch, folder, config).take_over(monitor, alive)
 
 
 def _no_work(context: WorkerContext) -> None:
@@ -79,8 +82,9 @@ def stop(folder: RunFolder) -> int:
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
     """Changes the number of workers from the next step on. Returns the numbers of those that take part then."""
-    _refuse_servers(folder, "it has as many workers as it began with")
-    driver = read_driver_state(folder)
+    driver = None if server_driver_pid(folder) is not None else read_driver_state(folder)
+    if driver is None or driver.started.servers:
+        raise _served_error(folder, "it has as many workers as it began with")
     layout = ParallelLayout.parse(driver.started.layout)
     refused = worker_count_error(workers, driver.config.failure, driver.started.lanes, layout.shards, layout.zero > 0)
     if refused is not None:
@@ -112,6 +116,7 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
             members, alive = {who.worker for who in state.view.members}, sorted(state.alive.items())
             found = [answers.get(store_key(who)) or _seen_from_outside(at, who.worker in members) for who, at in alive]
+            found = with_silence(name_servers(found, read_driver_state(folder).started), ANSWER_SECONDS)
             return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
@@ -183,11 +188,23 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
     )
 
 
-# -- runs with parameter servers, which have no store -----------------------------------------------------------------
+def name_servers(activities: Sequence[WorkerActivity], started: RunStarted) -> list[WorkerActivity]:
+    """Servers that do not answer are known by their ranks alone: they follow those of the workers."""
+    if not started.servers:
+        return list(activities)
+    return [
+        structs.replace(each, shard=each.worker - started.workers, phase="serves")
+        if each.worker >= started.workers
+        else structs.replace(each, phase=each.phase if each.phase != "waits to be let in" else "takes part")
+        for each in activities
+    ]
+
+
+# -- scripts with parameter servers, whose runs have no store ---------------------------------------------------------
 
 
 def server_driver_pid(folder: RunFolder) -> int | None:
-    """The driver's process id of a run with parameter servers; None: the run has no servers, or is over."""
+    """The driver's process id of a script's run with parameter servers; None: it is another run, or is over."""
     with suppress(OSError, msgspec.MsgspecError, KeyError):
         found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes(), type=dict[str, Any])
         if process_state(found["pid"], found["began"]) is not None:
@@ -195,11 +212,10 @@ def server_driver_pid(folder: RunFolder) -> int | None:
     return None
 
 
-def _refuse_servers(folder: RunFolder, why_not: str) -> None:
-    if server_driver_pid(folder) is not None:
-        path = shlex.quote(str(folder.path))
-        fix = f"shoal stop {path}, then --resume {path} with other --workers or --servers"
-        raise InputError(f"run {folder.id} has parameter servers: {why_not}", fix=fix)
+def _served_error(folder: RunFolder, why_not: str) -> InputError:
+    path = shlex.quote(str(folder.path))
+    fix = f"shoal stop {path}, then --resume {path} with other --workers or --servers"
+    return InputError(f"run {folder.id} has parameter servers: {why_not}", fix=fix)
 
 
 def _stop_server_run(folder: RunFolder, pid: int) -> int:

@@ -21,7 +21,7 @@ from shoal.driver.script_watch import ScriptWatch, stopping_text
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
 from shoal.parallel.plan import Plan
-from shoal.report.events import AnyEvent, DriverChanged, MembershipChanged, WorkerPrinted, decode
+from shoal.report.events import AnyEvent, DriverChanged, MembershipChanged, RunResumed, WorkerPrinted, decode
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
 from shoal.worker.run_config import RunConfig
@@ -84,6 +84,8 @@ class RunDriver:
 
         def begin() -> None:
             self.recorder.emit(self.launch.started)
+            if self.launch.begins_again:
+                self.recorder.emit(RunResumed(step=0, path="", repeated=self.launch.committed_before))
             self.supervisor.begin(first)
 
         return self._drive(begin)

@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
 from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import RunStarted
+from shoal.report.events import CheckpointSaved, RunResumed, RunStarted
 from shoal.report.loggers.logger import Logger, open_loggers, split_loggers
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
@@ -83,12 +84,22 @@ def train_opened(
             if prepared.predicted:
                 prepared.predictor().start_trace()  # while the workers start
             launch = _launch_spec(prepared, folder, name, resumed=config.checkpoint.resume is not False)
+            if launch.resumed and launch.servers and _never_saved(folder):
+                launch = replace(launch, resumed=False, begins_again=True)
             driver = driver_class(prepared.plan.servers)(launch, folder, prepared.config)
             value = driver.run()
             while driver.next_plan is not None:  # the same run, with another layout
                 driver = _next_driver(prepared, driver, *driver.next_plan, name)
                 value = driver.run()
     return Report(folder.path, value, job=opened.job)
+
+
+def _never_saved(folder: RunFolder) -> bool:
+    """Whether a run ended before its first checkpoint: a checkpoint that is missing is another matter."""
+    if any(folder.checkpoints.glob("step-" + "[0-9]" * 8)):
+        return False
+    resumed = (event.path for event in folder.read_events() if isinstance(event, CheckpointSaved | RunResumed))
+    return not any(resumed)
 
 
 def driver_class(servers: int) -> type[RunDriver]:

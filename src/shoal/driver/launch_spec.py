@@ -35,6 +35,7 @@ class LaunchSpec:
     target: str | None = None  # at which training stops
     resumed: bool = False  # the run goes on from a checkpoint
     committed_before: int = 0  # steps that are known to have been committed before this sitting
+    begins_again: bool = False  # the run goes on without a checkpoint, since it never wrote one: from the fresh model
     files: dict[Path, Any] = field(default_factory=dict)  # to be written into the run's folder
     loggers: Sequence[Logger] = ()  # of the user's own
     # Returns the content of prediction.json, or None while it is not known. `True`: waits for it.

@@ -38,6 +38,7 @@ class RunRecorder:
         self.launch, self.folder, self.config = launch, folder, config
         self.tally = RunTally() if tally is None else tally
         self.observers: list[Callable[[AnyEvent], None]] = []
+        self.restoring = False  # observers get events that another driver has acted on
         self.prediction: Mapping[str, Any] | None = None
         output = config.output
         loggers = [*open_loggers(output.loggers), *launch.loggers]
@@ -57,11 +58,13 @@ class RunRecorder:
 
     def restore(self) -> None:
         """Reads the events and the prediction that another driver wrote."""
+        self.restoring = True
         for event in self.folder.read_events():
             self.tally.add(event)
             self._written_before.add(encode(event))
             for observe in self.observers:
                 observe(event)
+        self.restoring = False
         with suppress(OSError, msgspec.MsgspecError):
             self.prediction = msgspec.json.decode(self.folder.prediction.read_bytes(), type=dict[str, Any])
 

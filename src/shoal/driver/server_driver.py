@@ -2,12 +2,12 @@
 
 A worker has nothing that is not on the servers, too: a replacement pulls the weights and goes on. A server comes back
 with its newest snapshot, and the workers wait for it. When the last worker is done the servers are asked to end.
+A process that is stopped, or whose lease has run out, is killed and started again, too.
 """
 
 import os
 import secrets
-import shutil
-import tempfile
+import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,23 +20,38 @@ from shoal.driver.interrupts import Interrupts
 from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec
 from shoal.driver.launchers.base import LOOPBACK, Host, ProcessExit
 from shoal.driver.log_tail import last_lines
+from shoal.driver.process_watch import ProcessWatch
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
+from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
+from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.report.events import AnyEvent, RunRecovered, ServerLost, ServerStarted, StepsCommitted, WorkerLost
+from shoal.report.events import (
+    AnyEvent,
+    RunRecovered,
+    RunStarted,
+    ServerLost,
+    ServerStarted,
+    StepsCommitted,
+    WorkerLost,
+)
+from shoal.report.human import plural
 from shoal.report.run_folder import RunFolder
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
 
+SOCKET_SUFFIX = ".sock"
 FIRST_PORT = 7470  # of servers on hosts with addresses of their own
 
 
 def server_addresses(folder: Path, hosts: Sequence[Host]) -> list[str]:
     """Where servers listen: at files on this machine; else at ports of their hosts."""
     return [
-        f"unix:{folder / str(shard)}" if host.address == LOOPBACK else f"tcp://{host.address}:{FIRST_PORT + shard}"
+        f"unix:{folder / f'{shard}{SOCKET_SUFFIX}'}"
+        if host.address == LOOPBACK
+        else f"tcp://{host.address}:{FIRST_PORT + shard}"
         for shard, host in enumerate(hosts)
     ]
 
@@ -52,11 +67,22 @@ class ServerSupervisor(WorkerSupervisor):
         self.server_false_starts: dict[int, int] = {}
         self.lost_at: float | None = None  # when a worker was lost, until a further step is committed
         self.asked_to_end = False
+        self.process_watch = ProcessWatch(self.config.failure.lease)
 
     def begin(self, workers: Collection[WorkerId]) -> None:
         for shard in range(self.launch.servers):
             self._start_server(shard)
         super().begin(workers)
+
+    def take_over(self, running: Collection[WorkerId]) -> None:
+        for who in running:
+            self._count_server(who.worker - self.launch.size, who.incarnation)
+        super().take_over([who for who in running if who.worker < self.launch.size])
+        self.roster.wanted = self.launch.size
+
+    def _count_server(self, shard: int, incarnation: int) -> None:
+        if shard >= 0:
+            self.server_incarnations[shard] = max(incarnation, self.server_incarnations.get(shard, 0))
 
     def _start_server(self, shard: int) -> None:
         incarnation = self.server_incarnations[shard] = self.server_incarnations.get(shard, -1) + 1
@@ -64,17 +90,58 @@ class ServerSupervisor(WorkerSupervisor):
         self.processes.start(self.server_hosts[shard], process, log)
 
     def tick(self) -> None:
-        """Asks the servers to end when no worker is left."""
+        """Ends processes that do not work, and asks the servers to end when no worker is left."""
+        filling = self._fill_at is not None
+        super().tick()
+        if filling and self._fill_at is None and not self._is_ending and self.processes.can_start:
+            served = {who.worker - self.launch.size for who in self.processes.running}
+            for shard in set(range(self.launch.servers)) - served:
+                self._start_server(shard)
+        self._end_unresponsive()
         running = self.processes.running
-        if not self.asked_to_end and running and not self._running_workers():
+        if not self.asked_to_end and running and not self._running_workers() and self._fill_at is None:
             self.asked_to_end = True
             self.processes.ask_to_stop(running)
+
+    @property
+    def _is_ending(self) -> bool:
+        over = self.asked_to_end or self.ending or self.fatal_error or self.failed_at is not None
+        return over or self.interrupts.count > 0 or bool(self.tally.finished)
+
+    def _end_unresponsive(self) -> None:
+        """Kills processes that are stopped or silent: their exit is a loss like any other, and one that woke up later
+        would be in the way of its replacement."""
+        monitor, processes = self.store_monitor, self.processes
+        if self.asked_to_end:
+            return
+        scripted = self.launch.started.command == "run"  # its workers are the script's own matter
+        watched = {
+            who: processes.pids[who]
+            for who in processes.running
+            if who in processes.pids and who.worker not in self.tally.finished
+            if who.worker >= self.launch.size or not scripted
+        }
+        found = self.process_watch.unresponsive(
+            watched,
+            None if monitor is None else monitor.state,
+            on_this_machine=self.server_hosts[0].address == LOOPBACK,
+            reachable_since=None if monitor is None else monitor.reachable_since,
+        )
+        for who, why in found.items():
+            self.loss_reasons.setdefault(who, f"{self._name(who)} {why}")
+            processes.launcher.signal(who, signal.SIGKILL)
+
+    def _name(self, who: WorkerId) -> str:
+        shard = who.worker - self.launch.size
+        return f"worker {who.worker}" if shard < 0 else f"server {shard}"
 
     def ask_to_stop(self) -> None:
         self.processes.ask_to_stop(self._running_workers())
 
     def _running_workers(self) -> list[WorkerId]:
         return [process for process in self.processes.running if process.worker < self.launch.size]
+
+    # -- exits --------------------------------------------------------------------------------------------------------
 
     def process_exited(self, ended: ProcessExit) -> None:
         who = ended.process
@@ -99,13 +166,15 @@ class ServerSupervisor(WorkerSupervisor):
         if not decision.end_reason and self.config.failure.on_failure == "shrink":
             decision = LossDecision("replaced")  # lanes stay where they are
             self.roster.wanted = self.launch.size
+        if not decision.end_reason and not self.processes.can_start:
+            decision = unreplaced(self.launch.started.sync_mode, len(self.roster.active), self.launch.size)
         self.recorder.emit(self._loss_event(who, code, decision))
         if decision.end_reason:
             self.ending = True
             self.ask_to_stop()
             self.failed_at = time.monotonic()
-            return
-        self._start_missing("replacement")
+        elif self.processes.can_start:
+            self._start_missing("replacement")
 
     def _server_exited(self, shard: int, ended: ProcessExit) -> None:
         if self.asked_to_end or self.failed_at is not None or self.ending:
@@ -118,8 +187,12 @@ class ServerSupervisor(WorkerSupervisor):
             action = "the run ends" + (": a server was lost (--on-failure stop)" if not self.fatal_error else "")
         elif false_starts >= FALSE_STARTS or self.roster.failures > failure.max_failures:
             action = f"the run ends: {self.roster.failures} processes were lost"
+        elif not self.processes.can_start:
+            action = f"the run ends: {NO_STARTER}"
         pid, log = self.processes.pids.get(ended.process), last_lines(self.recorder.folder.server_log(shard))
-        self.recorder.emit(ServerLost(shard=shard, pid=pid, code=ended.code, log=log, action=action))
+        noticed = self.loss_reasons.get(ended.process, "")
+        lost = ServerLost(shard=shard, pid=pid, code=ended.code, log=log, action=action, detected_by=noticed)
+        self.recorder.emit(lost)
         if action == "started again":
             self._start_server(shard)
         else:
@@ -128,9 +201,18 @@ class ServerSupervisor(WorkerSupervisor):
 
     def observe(self, event: AnyEvent) -> None:
         super().observe(event)
-        if isinstance(event, ServerStarted):
-            self.listening_incarnations[event.shard] = self.server_incarnations[event.shard]
-        if isinstance(event, StepsCommitted) and self.lost_at is not None and event.leader:
+        if isinstance(event, RunStarted):
+            self.listening_incarnations.clear()
+            self.server_incarnations.clear()
+        elif isinstance(event, ServerStarted):
+            incarnation = event.incarnation - 1
+            self.listening_incarnations[event.shard] = incarnation
+            self._count_server(event.shard, incarnation)
+        elif isinstance(event, RunRecovered):
+            self.lost_at = None
+        elif isinstance(event, StepsCommitted) and self.lost_at is not None and event.leader:
+            if self.recorder.restoring:
+                return
             since, self.lost_at = self.lost_at, None
             seconds = max(0.0, event.time - since)
             self.recorder.emit(RunRecovered(time=event.time, generation=1, step=event.step, seconds=seconds))
@@ -138,27 +220,57 @@ class ServerSupervisor(WorkerSupervisor):
             self.lost_at = event.time
 
 
+NO_STARTER = "the process that starts workers and servers is gone"
+
+
+def unreplaced(sync_mode: str, left: int, workers: int) -> LossDecision:
+    """What becomes of the run when a worker is lost and no process can be started; `left`: workers."""
+    mode = SyncMode.parse(sync_mode)
+    needed = mode.quorum(workers) if mode.lockstep else 1
+    if left >= needed:
+        return LossDecision(f"the others go on, since {NO_STARTER}")
+    return LossDecision("the run ends", f"{NO_STARTER}, and --sync {mode} needs {plural(needed, 'worker')}")
+
+
 class ServerRunDriver(RunDriver):
-    """Servers and workers end with their driver: the run has no store, and is not detached."""
+    """A job's servers and workers go on without their driver where those of other runs do, except in groups, whose
+    workers find each other through the driver. A script's end with it: that run has no store."""
 
     supervisor_type = ServerSupervisor
 
     def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
-        super().__init__(launch, folder, config.changed(elastic=False, detached=False))
-        self.sockets = Path(tempfile.mkdtemp(prefix="shoal-"))
+        if launch.started.command == "run":
+            config = config.changed(elastic=False, detached=False)
+        elif not config.failure.elastic or SyncMode.parse(launch.started.sync_mode).name == "groups":
+            config = config.changed(detached=False)
+        super().__init__(launch, folder, config)
         hosts = launch.launcher.hosts(launch.servers)
+        self.sockets = folder.path.absolute() / "servers"
+        self.sockets.mkdir(exist_ok=True)
         self.addresses = server_addresses(self.sockets, hosts)
         self.token = "" if all(host.address == LOOPBACK for host in hosts) else secrets.token_hex(16)
         self.processes.variables = {"SHOAL_SERVERS": ",".join(self.addresses), "SHOAL_SERVERS_TOKEN": self.token}
 
     def run(self) -> dict[str, Any]:
         record = self.folder.path / DRIVER_PROCESS
-        self.folder.write_json(record, {"pid": os.getpid(), "began": start_ticks(os.getpid()) or ""})
+        if not self.config.failure.elastic:
+            self.folder.write_json(record, {"pid": os.getpid(), "began": start_ticks(os.getpid()) or ""})
         try:
             return super().run()
         finally:
             record.unlink(missing_ok=True)
-            shutil.rmtree(self.sockets, ignore_errors=True)
+            self._remove_sockets()
+
+    def take_over(self, monitor: StoreMonitor, launcher_alive: bool) -> dict[str, Any]:
+        try:
+            return super().take_over(monitor, launcher_alive)
+        finally:
+            self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        """Those of servers that were killed."""
+        for path in self.sockets.glob(f"*{SOCKET_SUFFIX}"):
+            path.unlink(missing_ok=True)
 
     def worker_program(self) -> WorkerProgram:
         program = super().worker_program()

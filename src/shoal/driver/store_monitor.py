@@ -16,7 +16,8 @@ from shoal.collectives.handshake import host_identity
 from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_messages
-from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
+from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state, start_ticks
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
@@ -63,6 +64,8 @@ class StoreMonitor:
         self.wanted: int | None = None  # workers, as the user asked since the run began
         self.committed = 0  # steps that have been committed, as far as is known
         self.dropped: dict[WorkerId, tuple[str, float]] = {}  # by the other members: why, and since when
+        self.state: MembershipState | None = None  # what the store had at the last look
+        self.reachable_since: float | None = time.monotonic()  # None: it is away
         self.taken_over: tuple[MembershipView, int] = (EMPTY_VIEW, 0)  # when taken over: members, committed steps
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
@@ -210,7 +213,7 @@ class StoreMonitor:
             self._request = None
 
     def _update(self, state: MembershipState) -> None:
-        self.wanted = state.request.workers
+        self.state, self.wanted = state, state.request.workers
         stand = [position.committed for position in state.positions.values()]
         self.committed = max(self.committed, state.committed, state.view.step, *stand)
         members = set(state.view.members)
@@ -225,7 +228,7 @@ class StoreMonitor:
     def _outage_began(self) -> list[AnyEvent]:
         first = self._away_since is None
         if first:
-            self._away_since = time.monotonic()
+            self._away_since, self.reachable_since = time.monotonic(), None
         if self.address is None and not sqlite_client.server_running(self.folder):
             with suppress(ShoalError, OSError):
                 self._start_server()
@@ -237,7 +240,7 @@ class StoreMonitor:
         if self._away_since is None:
             return []
         seconds = time.monotonic() - self._away_since
-        self._away_since = None
+        self._away_since, self.reachable_since = None, time.monotonic()
         return [StoreOutage(rank=None, address=self.store.address, seconds=seconds)]
 
     def close(self, stop: bool = True, for_good: bool = False) -> None:

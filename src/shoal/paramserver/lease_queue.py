@@ -124,6 +124,10 @@ class LeaseQueue:
         self.ready_notes.clear()
         return taken
 
+    def awaited(self) -> list[int]:
+        """The workers that parked ones wait for: those with a step or a task."""
+        return sorted(worker for worker in self.live if worker not in self.parked) if self.parked else []
+
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     def _holder(self, worker: int) -> LeaseHolder:

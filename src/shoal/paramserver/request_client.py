@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Self
@@ -47,6 +48,15 @@ MAX_GAPS = 8  # "gap" refusals in a row
 _WRITES = frozenset(WRITES)
 
 
+@dataclass(frozen=True)
+class AwaitedReply:
+    """A shard that a client waits for."""
+
+    shard: int
+    request: str  # the first that it has not answered; empty: a connection is being made
+    silent_seconds: float  # since it sent anything
+
+
 class RequestClient:
     """`addresses`: one for each shard, in any order; a `ParameterShard` itself is served within this process.
     `timeout`: seconds that a server may be unreachable. `compress`: of pushes, as --compress. `notify` gets notices."""
@@ -80,6 +90,7 @@ class RequestClient:
         self._tag = 0
         self._poll_seconds = min(POLL_SECONDS, timeout / 4)
         self._spin = SpinWait()
+        self._wait_began: float | None = None
         try:
             self._connect()
         except BaseException:
@@ -111,6 +122,19 @@ class RequestClient:
     def server_incarnations(self) -> list[int]:
         """By shard: the number of its server process."""
         return [link.session.server_incarnation for link in self._links]
+
+    def awaited(self) -> tuple[float, list[AwaitedReply]]:
+        """For how long this client has waited, and for which shards; none: it does not wait. From any thread."""
+        began, now = self._wait_began, time.monotonic()
+        if began is None:
+            return 0.0, []
+        found = []
+        for link in list(self._links):
+            names = [pending.payload.name for pending in list(link.session.unanswered.values())]
+            if names or link.state != CONNECTED:
+                last = link.received_at if link.state == CONNECTED else link.away_since
+                found.append(AwaitedReply(link.shard, names[0] if names else "", now - last))
+        return now - began, found
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +271,15 @@ class RequestClient:
             self._wait_for(lambda: future.settled, timeout)
 
     def _wait_for(self, settled: Callable[[], bool], timeout: float | None) -> None:
-        end = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        end = None if timeout is None else began + timeout
+        self._wait_began = began
+        try:
+            self._receive_until(settled, timeout, end)
+        finally:
+            self._wait_began = None
+
+    def _receive_until(self, settled: Callable[[], bool], timeout: float | None, end: float | None) -> None:
         while True:
             found = self._spin_receive()
             if settled():

@@ -63,6 +63,13 @@ class StepBarriers:
         self._drop_closed()
         return [self._barrier_reply(step, entry.client) for entry in barrier.entries.values()]
 
+    def awaited(self, workers: int) -> list[int]:
+        """The workers that those at the barrier wait for."""
+        barrier = self.barriers.get(self.step)
+        if barrier is None or barrier.closed or not barrier.entries:
+            return []
+        return [worker for worker in range(workers) if worker not in barrier.entries]
+
     def _barrier_reply(self, step: int, client: ClientId) -> CoordinatorReply:
         workers = list(self.barriers[step].entries)
         entries = self.barriers[step].entries.values()

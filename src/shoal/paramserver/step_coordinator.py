@@ -89,6 +89,16 @@ class StepCoordinator:
             return self.barriers.end_run(reason, resumable)
         return self.queue.end_run(reason, resumable)
 
+    @property
+    def steps_done(self) -> int:
+        return self.step if self.sync_mode.lockstep else self.queue.steps_done
+
+    def awaited(self) -> list[int]:
+        """The workers that others wait for: they are not at the barrier yet, or hold a lease when no step is free."""
+        if self.sync_mode.lockstep:
+            return self.barriers.awaited(self.workers)
+        return self.queue.awaited()
+
     def take_notes(self) -> list[tuple[int, bytes]]:
         """Returns the new notes of finished leases, in the order of leases."""
         return self.queue.take_notes()

@@ -423,6 +423,7 @@ class ServerLost(Event, frozen=True, kw_only=True, tag="server-lost"):
     code: int | None
     log: list[str] = []
     action: str = ""  # "started again", "the run ends: …"
+    detected_by: str = ""  # where it did not end by itself: "server 0 is stopped"
 
 
 class ServerOutage(Event, frozen=True, kw_only=True, tag="server-outage"):

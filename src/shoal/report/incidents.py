@@ -69,7 +69,8 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     def unresponsive(self) -> str:
         """If the others excluded a live process: "was stopped" or "was silent", with details. Else empty."""
         for text in (*self.detected_by.split("; "), *self.reason.split("; ")):
-            state = text.partition(f"worker {self.worker} ")[2]
+            name = f"worker {self.worker} " if self.shard is None else f"server {self.shard} "
+            state = text.partition(name)[2]
             if "is stopped" in state or "is silent" in state:
                 return "was " + state.partition("is ")[2]
         return ""
@@ -292,7 +293,7 @@ class IncidentLog:
             incident.shard = event.shard
         incident.kind = "server-lost"  # workers may have reported an outage before
         incident.pid, incident.code, incident.log = event.pid, event.code, list(event.log)
-        incident.action = event.action
+        incident.action, incident.detected_by = event.action, event.detected_by
 
     def _server_started(self, event: events.ServerStarted) -> None:
         before, self._versions[event.shard] = self._versions.get(event.shard, 0), event.version

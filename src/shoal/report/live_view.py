@@ -334,6 +334,8 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
         case events.RunResumed():
             skipped = "".join(f"; not usable: {each}" for each in event.skipped)
             repeated = f"; {human.plural(event.repeated, 'step')} repeated" if event.repeated else ""
+            if not event.path:
+                return f"no checkpoint was written: the run begins again from the fresh model{repeated}"
             return f"resumed from step {event.step:,} ({event.path}){repeated}{skipped}"
         case events.StepSkipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)

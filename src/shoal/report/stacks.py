@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import structs
 
 from shoal.report import human
 
@@ -21,7 +22,8 @@ _LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
 
 
 class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
-    worker: int
+    worker: int  # of a server: its rank, after those of the workers
+    shard: int | None = None  # of a parameter server
     incarnation: int = 0
     host: str = ""
     pid: int | None = None
@@ -34,6 +36,21 @@ class WorkerActivity(msgspec.Struct, frozen=True, kw_only=True):
     user_line: str = ""  # "train.py:88  in tokenize:  json.loads(line)"
     stack: list[str] = []  # innermost first
     silent_seconds: float = 0.0
+
+
+def with_silence(activities: Sequence[WorkerActivity], asked_seconds: float) -> list[WorkerActivity]:
+    """Of those that did not answer within `asked_seconds`: for how long they have been silent, as far as those that
+    wait for them know."""
+    waited: dict[int, float] = {}
+    for each in activities:
+        for other in each.waits_for:
+            waited[other] = max(waited.get(other, 0.0), each.since)
+    return [
+        structs.replace(each, silent_seconds=max(asked_seconds, waited.get(each.worker, 0.0)))
+        if each.state in (STOPPED, SILENT)
+        else each
+        for each in activities
+    ]
 
 
 def render(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> str:
@@ -57,18 +74,19 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
         lines += _cycle_lines(workers, waits, cycle)
     for each in workers.values():
         if each.state in (STOPPED, SILENT, GONE) and each.worker not in blocked:
-            lines.append(f"worker {each.worker}: {_doing(each)}; no worker waits for it")
+            lines.append(f"{_title(each)}: {_doing(each)}; no worker waits for it")
             lines += [f"  {line}" for line in _advice(each, run)]
     others = [each for each in workers.values() if each.state == WAITING and not waits.get(each.worker)]
-    lines += [f"worker {each.worker} {_phase(each)}, for {human.duration(each.since)}" for each in others]
+    lines += [f"{_title(each)} {_phase(each)}, for {human.duration(each.since)}" for each in others]
     busy = [each for each in workers.values() if each.state == RUNNING and each.phase not in AT_WORK]
     if lines:
         return lines
     if busy and any(each.phase.startswith(("wait", "form", "propose", "recover", "enter")) for each in busy):
-        return [f"worker {each.worker} {each.phase}, for {human.duration(each.since)}" for each in busy]
+        return [f"{_title(each)} {each.phase}, for {human.duration(each.since)}" for each in busy]
     if all(each.phase == IN_SCRIPT for each in workers.values()):
         run_it = "runs" if len(workers) == 1 else "run"
         return [f"{human.plural(len(workers), 'worker')} {run_it} a script that has not joined: their lines are known"]
+    workers = {number: each for number, each in workers.items() if each.shard is None}
     if len(workers) == 1:
         (only,) = workers.values()
         return [f"no worker waits: worker {only.worker} is alone{_at(only, ' and at ')}"]
@@ -134,16 +152,18 @@ def _blocked_lines(
     run: str,
 ) -> list[str]:
     activity = workers.get(blocker)
-    whom = "the others" if len(waiting) == len(workers) - 1 > 1 else _names(waiting)
+    waiting = [each for each in waiting if workers[each].shard is None] or waiting
+    number = sum(each.shard is None for each in workers.values())
+    whom = "the others" if len(waiting) == number - 1 > 1 else _names(waiting, workers)
     longest = max((workers[each] for each in waiting), key=lambda each: each.since)
     have = "has" if len(waiting) == 1 else "have"
     inside = f", in {_number(longest.operation)}" if longest.operation else ""
-    waited = f"{_names(waiting)} {have} waited for {human.duration(longest.since)}{inside}"
-    lines = [f"worker {blocker} holds up {whom}: {_doing(activity)}; {waited}"]
+    waited = f"{_names(waiting, workers)} {have} waited for {human.duration(longest.since)}{inside}"
+    lines = [f"{_names([blocker], workers)} holds up {whom}: {_doing(activity)}; {waited}"]
     chain = longest_wait_chain(waits, blocker)
     if len(chain) > 2:
-        links = ", which waits for ".join(f"worker {each}" for each in chain[1:])
-        lines.append(f"  worker {chain[0]} waits for {links}")
+        links = ", which waits for ".join(_names([each], workers) for each in chain[1:])
+        lines.append(f"  {_names(chain[:1], workers)} waits for {links}")
     return lines + [f"  {line}" for line in _advice(activity, run)]
 
 
@@ -152,9 +172,10 @@ def _cycle_lines(
 ) -> list[str]:
     inside = {each: workers[each].operation for each in cycle}
     longest = max(workers[each].since for each in cycle)
-    lines = [f"{_names(cycle)} wait for each other, for {human.duration(longest)}: none of them can go on"]
+    lines = [f"{_names(cycle, workers)} wait for each other, for {human.duration(longest)}: none of them can go on"]
     for each in cycle:
-        lines.append(f"  worker {each} waits for {_names(waits[each])} in {_number(inside[each]) or 'no operation'}")
+        whom = f"{_names([each], workers)} waits for {_names(waits[each], workers)}"
+        lines.append(f"  {whom} in {_number(inside[each]) or 'no operation'}")
     if len(set(inside.values())) > 1:
         lines.append("  they are not in the same operation: the code depends on the worker")
     return lines
@@ -212,8 +233,20 @@ def _number(operation: str) -> str:
     return re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", operation)
 
 
-def _names(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) != 1 else ''} {' '.join(str(worker) for worker in workers)}"
+def _title(each: WorkerActivity) -> str:
+    return f"worker {each.worker}" if each.shard is None else f"server {each.shard}"
+
+
+def _names(numbers: Sequence[int], known: Mapping[int, WorkerActivity]) -> str:
+    """Workers 0 2 and server 1."""
+    shards = {number: each.shard for number, each in known.items() if each.shard is not None}
+    kinds = {
+        "worker": [number for number in numbers if number not in shards],
+        "server": [shards[number] for number in numbers if number in shards],
+    }
+    return " and ".join(
+        f"{kind}{'s' if len(found) != 1 else ''} {' '.join(map(str, found))}" for kind, found in kinds.items() if found
+    )
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -222,27 +255,30 @@ def _names(workers: Sequence[int]) -> str:
 def table(activities: Sequence[WorkerActivity]) -> list[str]:
     """One line per worker, in columns as wide as needed."""
     rows: list[tuple[str, ...]] = [("worker", "host", "pid", "step", "does", "for", "own code")]
-    rows += [_row(each) for each in newest(activities).values()]
+    known = newest(activities)
+    rows += [_row(each, known) for each in known.values()]
     return human.columns(rows)
 
 
-def _row(each: WorkerActivity) -> tuple[str, ...]:
+def _row(each: WorkerActivity, known: Mapping[int, WorkerActivity]) -> tuple[str, ...]:
+    name = str(each.worker) if each.shard is None else _title(each)
     return (
-        str(each.worker) if each.incarnation == 0 else f"{each.worker} (incarnation {each.incarnation})",
+        name if each.incarnation == 0 else f"{name} (incarnation {each.incarnation})",
         each.host,
         "" if each.pid is None else str(each.pid),
         f"{each.step:,}" if each.step >= 0 else "",
-        _does(each),
-        human.duration(each.silent_seconds if each.state == SILENT else each.since),
+        _does(each, known),
+        human.duration(each.silent_seconds if each.state in (SILENT, STOPPED) else each.since),
         _code(each.user_line) if each.user_line else "",
     )
 
 
-def _does(each: WorkerActivity) -> str:
+def _does(each: WorkerActivity, known: Mapping[int, WorkerActivity]) -> str:
     if each.state in (STOPPED, SILENT, GONE):
         return each.state
     if each.state == WAITING and each.waits_for:
-        whom = " ".join(str(worker) for worker in each.waits_for)
+        served = any(other in known and known[other].shard is not None for other in each.waits_for)
+        whom = _names(each.waits_for, known) if served else " ".join(str(worker) for worker in each.waits_for)
         inside = f" in {_number(each.operation)}" if each.operation else ""
         return f"waits for {whom}{inside}"
     if each.phase not in AT_WORK:

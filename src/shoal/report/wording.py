@@ -85,7 +85,8 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
             if incident.reason:
                 yield incident.reason
             if incident.step is not None:
-                yield f"the run continues from the checkpoint of step {incident.step:,}"
+                fresh, checkpoint = "begins again from the fresh model", f"the checkpoint of step {incident.step:,}"
+                yield f"the run {f'continues from {checkpoint}' if incident.step else fresh}"
                 yield f"{human.plural(incident.repeated, 'step')} repeated"
         case "layout-changed":
             yield incident.reason
@@ -95,7 +96,7 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
                 yield f"back after {human.duration(incident.seconds)}"
         case "server-lost":
             at = f" (pid {incident.pid})" if place and incident.pid is not None else ""
-            yield f"server {incident.shard}{at} {exit_text(incident.code)}"
+            yield f"server {incident.shard}{at} {incident.unresponsive or exit_text(incident.code)}"
             yield from _server_recovery(incident)
         case "server-outage":
             yield f"{_waiting(incident)} server {incident.shard} at {incident.reason} since {stamp(incident.time)}"

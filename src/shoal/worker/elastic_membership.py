@@ -22,7 +22,8 @@ from shoal.collectives.handshake import abort_wait_if, host_identity
 from shoal.collectives.options import CommOptions
 from shoal.errors import PeerLost, RunError
 from shoal.numerics.user_frames import user_stack
-from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState, RunRequest, WorkerProcess, store_key
+from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState, RunRequest, store_key
+from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.process import kill_process, start_ticks
 from shoal.recovery.membership.protocol import (
     BoundaryChange,

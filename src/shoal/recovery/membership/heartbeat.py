@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.loss_watch import LossWatch, WorkerProcess
 from shoal.recovery.membership.protocol import (
     EMPTY_VIEW,
     MemberPosition,
@@ -24,18 +24,6 @@ from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreSnapshot,
 INTERVAL_SECONDS = 0.25  # between two reads of the store
 RENEWALS = 5  # of a lease in its time, at least
 COMMIT_REPORT_SECONDS = 1.0  # between two records of committed steps: each record wakes all workers
-STOPPED_SECONDS = 0.4  # a process of this host that was stopped for so long counts as silent
-STORE_PATIENCE_SECONDS = 600.0  # for a worker that never had a lease: it may still be building its model
-
-
-class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run: its worker, and how other processes check whether it lives."""
-
-    worker_id: WorkerId
-    pid: int
-    started: str
-    host: str  # equal for processes that can check each other
-    host_name: str  # for messages
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +61,7 @@ class MembershipState:
         self.stacks_revision = 0 if why is None else why.revision
         rendezvous = entries.get(f"rendezvous/{self.view.generation}")
         self.rendezvous = None if rendezvous is None else rendezvous.value.decode()
+        self.driven = "driver" in entries  # the run's driver has a lease
         committed = entries.get("committed")
         self.committed = 0 if committed is None else int(committed.value)
 
@@ -105,10 +94,7 @@ class Heartbeat:
         self.lease: int | None = None
         self.committed: int | None = None  # steps, which the leader records in the store
         self._store, self._on_state, self._on_away, self._on_retry = store, on_state, on_away, on_retry
-        self._known: dict[WorkerId, WorkerProcess] = {}
-        self._seen_at: dict[WorkerId, int] = {}  # revision of the newest reading with its lease
-        self._absent: dict[WorkerId, float] = {}  # since when it has had no lease
-        self._stopped: dict[WorkerId, float] = {}
+        self._losses = LossWatch(process.host)
         self._renewed = 0.0
         self._commit_reported_at = 0.0
         self._judging_from = 0.0  # before that, leases may be missing because the store was unavailable
@@ -132,44 +118,20 @@ class Heartbeat:
 
     def known(self) -> dict[WorkerId, WorkerProcess]:
         """Every process of the run that ever had a lease."""
-        return dict(self._known)
+        return dict(self._losses.known)
 
     # -- lost workers -------------------------------------------------------------------------------------------------
 
     def gone(self, state: MembershipState) -> dict[WorkerId, str]:
         """Members, and workers that wait to join, that are known to be lost, each with how that is known."""
-        now = time.monotonic()
-        self._known.update(state.alive)
-        for who in state.alive:
-            self._seen_at[who] = max(state.revision, self._seen_at.get(who, 0))
+        self._losses.learn(state.alive, state.revision)
+        leases_count = self._away_since is None and time.monotonic() >= self._judging_from
         found: dict[WorkerId, str] = {}
         for who in {*state.view.members, *state.alive} - {self.process.worker_id}:
-            why = self._loss_reason(who, state, now)
+            why = self._losses.reason(who, state.alive, state.revision, leases_count=leases_count)
             if why:
                 found[who] = why
         return found
-
-    def _loss_reason(self, worker_id: WorkerId, membership: MembershipState, now: float) -> str:
-        known = self._known.get(worker_id)
-        if known is not None and known.host == self.process.host:
-            state = process_state(known.pid, known.started)
-            if state is None:
-                return "died: its process has ended"
-            if state != "T":
-                self._stopped.pop(worker_id, None)
-            elif now - self._stopped.setdefault(worker_id, now) >= STOPPED_SECONDS:
-                return "is stopped"
-        if worker_id in membership.alive:
-            self._absent.pop(worker_id, None)
-            return ""
-        absent = now - self._absent.setdefault(worker_id, now)
-        if self._away_since is not None or now < self._judging_from:
-            return ""
-        if membership.revision <= self._seen_at.get(worker_id, 0):
-            return ""  # an older reading than one with its lease: two threads read
-        if known is not None:
-            return "is silent: its lease has run out"
-        return "never came" if absent > STORE_PATIENCE_SECONDS else ""
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from shoal.paramserver.reduce import SparseGradient
 from shoal.worker.lane_speeds import MIN_SPEEDUP, LaneSpeeds
 from shoal.worker.requests import STOP
 from shoal.worker.server_worker.base import ServerWorker
+from shoal.worker.server_worker.presence import Doing
 from shoal.worker.server_worker.remote_model import wait_all
 from shoal.worker.training_state import Batch
 
@@ -85,7 +86,7 @@ class AsyncServerWorker(ServerWorker):
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
         super().end_step(batch, result)
-        reason = self.stop_reason([STOP if self.context.channel.should_stop() else 0])
+        reason = self.stop_reason([STOP if self.should_stop() else 0])
         if reason:
             self.client.request(0, EndRequest(reason, True)).wait()
         self.next_request = self.next_lease(done=batch.step)
@@ -228,6 +229,14 @@ class GroupServerWorker(AsyncServerWorker):
         lanes = assign_lanes(self.plan.lanes, [1.0] * len(members))
         self.strategy.join_group(ParallelGroups.replicated(self.group), lanes)
         self.broadcast_weights()
+
+    def doing(self) -> Doing:
+        found, status = super().doing(), self.group.status()
+        if found.waits_for or status is None or not self.connected:
+            return found
+        members = self.lease.members
+        waits = [members[rank] for rank in status.missing_ranks if rank < len(members)]
+        return Doing(operation=status.operation, waits_for=waits, since=status.seconds, step=self.step)
 
     def compute(self, step_input: StepInput) -> StepResult:
         local = self.strategy.compute(step_input, self.closure)

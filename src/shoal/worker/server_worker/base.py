@@ -24,21 +24,33 @@ from shoal.worker.context import WorkerContext
 from shoal.worker.evaluate import EvaluationGroup, measure_locally
 from shoal.worker.job_setup import OpenJob, set_up_job
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
+from shoal.worker.server_worker.presence import Doing, RunPresence
 from shoal.worker.server_worker.remote_model import RemoteModel, wait_all
 from shoal.worker.server_worker.table_rows import save_rows
 from shoal.worker.training_state import Batch, TrainingState, changes_of
 
 UNFILLED_POLL_SECONDS = 0.02  # between two looks whether the first values are there
+OPERATIONS = {  # what a worker waits in, by its request
+    "": "a connection",
+    "ApplyRequest": "the update",
+    "BarrierRequest": "the barrier",
+    "ContributeRequest": "the sums of its lanes",
+    "LeaseRequest": "the queue of steps",
+    "PushRequest": "a push",
+}
 UNFILLED_CODES = ("table", "unfilled")  # why a server refuses that was lost before it had kept anything
 
 
 class ServerWorker(TrainingState):
     strategy: ServerParallel
     leader = False  # evaluates, saves and reports for the run
+    client: ParameterClient
 
     def __init__(self, opened: OpenJob, context: WorkerContext) -> None:
         plan = context.plan
         assert plan is not None
+        self.connected = False  # to the servers
+        self.presence = RunPresence(context, self.doing)
         setup, self.meter = set_up_job(opened, context)
         super().__init__(setup, plan, context, context.rank)
         assert setup.objective is not None
@@ -64,6 +76,19 @@ class ServerWorker(TrainingState):
         token, timeout, notify = context.token or None, self.config.communication.timeout, self._on_notice
         self.client = ParameterClient(context.servers, worker=self.worker, token=token, timeout=timeout, notify=notify)
         self.remote = RemoteModel(self.client, plan, self.built, self.replica, self.tables)
+        self.connected = True
+
+    def should_stop(self) -> bool:
+        return self.context.channel.should_stop() or self.presence.should_stop()
+
+    def doing(self) -> Doing:
+        """For `shoal why`; on another thread."""
+        if not self.connected:
+            return Doing(phase="builds its model and connects to the servers")
+        since, awaited = self.client.awaited()
+        ranks = [self.plan.workers + each.shard for each in awaited if each.shard >= 0]
+        operation = OPERATIONS.get(awaited[0].request, awaited[0].request.removesuffix("Request")) if awaited else ""
+        return Doing(operation=operation, waits_for=ranks, since=since, step=self.step)
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -175,6 +200,7 @@ class ServerWorker(TrainingState):
 
     def end_step(self, batch: Batch, result: StepResult) -> None:
         self.record_step(batch, result, self.members)
+        self.presence.committed(self.step)
         if self.leader:
             self.record_notes()
         if self.timer.due:
@@ -237,6 +263,7 @@ class ServerWorker(TrainingState):
         self.record_finish(tensors)
         self.replica.close()
         self.client.close()
+        self.presence.close()
 
     def _on_notice(self, notice: ClientNotice) -> None:
         match notice:

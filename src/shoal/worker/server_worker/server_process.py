@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,13 @@ from shoal.worker.run_config import RunConfig
 from shoal.worker.server_worker.asynchronous import AsyncServerWorker, GroupServerWorker
 from shoal.worker.server_worker.local_sgd import LocalSgdWorker
 from shoal.worker.server_worker.optimizer_state import outer_optimizer
+from shoal.worker.server_worker.presence import Doing, RunPresence
 from shoal.worker.server_worker.synchronous import SyncServerWorker
 from shoal.worker.server_worker.table_rows import rows_of_shard
 from shoal.worker.trainer import train
 
 REPORT_SECONDS = 0.5
+LOOK_SECONDS = 0.1  # between two looks at who is waited for, and whether anybody still needs the server
 SNAPSHOT_SECONDS = 10.0  # between two snapshots, where workers are not in lockstep
 
 
@@ -66,7 +68,8 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
 
 
 def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, interval: float | None) -> None:
-    meter = MemoryMeter()
+    meter, awaits = MemoryMeter(), AwaitedWorkers(shard)
+    presence = RunPresence(context, awaits.doing)
     kept = snapshots.newest() if context.incarnation else None
     if kept is not None:
         shard.restore(kept)
@@ -84,12 +87,18 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
         step=shard.step if interval is None else -1,
     )
     context.channel.emit(started)
-    reported_at = time.monotonic()
+    reported_at = looked_at = time.monotonic()
 
     def until() -> bool:
-        nonlocal reported_at
-        if time.monotonic() - reported_at >= REPORT_SECONDS:
-            reported_at = time.monotonic()
+        nonlocal reported_at, looked_at
+        now = time.monotonic()
+        if now - looked_at >= LOOK_SECONDS:
+            looked_at = now
+            awaits.look(now)
+            if presence.abandoned():
+                return True
+        if now - reported_at >= REPORT_SECONDS:
+            reported_at = now
             context.channel.emit(server_event(shard, meter))
         return context.channel.should_stop()
 
@@ -98,6 +107,30 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
         context.channel.emit(server_event(shard, meter, final=True))
     finally:
         server.close()
+        presence.close()
+
+
+class AwaitedWorkers:
+    """Whom the workers at shard 0 wait for, and since when; for `shoal why`."""
+
+    def __init__(self, shard: ParameterShard) -> None:
+        self._shard = shard
+        self._found: tuple[int, Sequence[int], float] = (0, (), time.monotonic())  # step, workers, since
+
+    def look(self, now: float) -> None:
+        """On the server's own thread, now and then."""
+        coordinator = self._shard.coordinator
+        if coordinator is not None:
+            progress, workers = coordinator.steps_done, coordinator.awaited()
+            if (progress, workers) != self._found[:2]:
+                self._found = progress, workers, now
+
+    def doing(self) -> Doing:
+        """On any thread."""
+        step, workers, since = self._found
+        if not workers:
+            return Doing(phase="serves", step=self._shard.step)
+        return Doing(phase="serves", waits_for=list(workers), since=time.monotonic() - since, step=step)
 
 
 def serve_script(context: WorkerContext, number: int) -> None:

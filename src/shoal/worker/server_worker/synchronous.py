@@ -231,7 +231,7 @@ class SyncServerWorker(ServerWorker):
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def requests(self, step: int) -> int:
-        requests = STOP if self.context.channel.should_stop() else 0
+        requests = STOP if self.should_stop() else 0
         if not self.leader:
             return requests
         if self.checkpoints.due(step):
