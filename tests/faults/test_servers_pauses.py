@@ -110,7 +110,11 @@ def test_a_stopped_server_is_replaced(mode: str, shard: int, tmp_path: Path) -> 
     assert found.value["outcome"] == "done"
     assert found.weights_sha256 == expected or mode != "sync"
     (lost,) = events(run, "server-lost")
-    assert (lost["shard"], lost["detected_by"], lost["action"]) == (shard, f"server {shard} is stopped", "started again")
+    assert (lost["shard"], lost["detected_by"], lost["action"]) == (
+        shard,
+        f"server {shard} is stopped",
+        "started again",
+    )
     started = [event.get("incarnation", 1) for event in events(run, "server-started") if event["shard"] == shard]
     assert started == [1, 2]
     assert not list((run / "servers").glob("*.sock"))

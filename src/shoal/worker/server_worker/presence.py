@@ -89,15 +89,18 @@ class RunPresence:
         return now - self._unneeded_since > self._context.config.failure.lease
 
     def close(self) -> None:
-        """Gives the lease back, so that nobody takes this process for lost."""
-        if self._heartbeat is None or self._context.open_run_store is None:
+        """Gives the lease back, so that nobody takes this process for lost, and leaves how far the run has come."""
+        beat = self._heartbeat
+        if beat is None or self._context.open_run_store is None:
             return
-        lease = self._heartbeat.close()
-        if lease is not None:
-            with suppress(StoreUnavailable):
-                store = self._context.open_run_store()
+        lease = beat.close()
+        with suppress(StoreUnavailable):
+            store = self._context.open_run_store()
+            if beat.committed is not None and beat.committed > beat.state.committed:
+                store.put("committed", str(beat.committed).encode())
+            if lease is not None:
                 store.revoke(lease)
-                store.close()
+            store.close()
 
     # -- on the heartbeat's thread ------------------------------------------------------------------------------------
 

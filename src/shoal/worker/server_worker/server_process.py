@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -128,9 +129,13 @@ class AwaitedWorkers:
     def doing(self) -> Doing:
         """On any thread."""
         step, workers, since = self._found
+        coordinator, now = self._shard.coordinator, time.monotonic()
+        with suppress(RuntimeError):  # the server's own thread changed it meanwhile
+            current = [] if coordinator is None else coordinator.awaited()
+            since, workers = since if current == list(workers) else now, current
         if not workers:
-            return Doing(phase="serves", step=self._shard.step)
-        return Doing(phase="serves", waits_for=list(workers), since=time.monotonic() - since, step=step)
+            return Doing(phase="serves", step=self._shard.step if coordinator is None else step)
+        return Doing(phase="serves", waits_for=list(workers), since=now - since, step=step)
 
 
 def serve_script(context: WorkerContext, number: int) -> None:
