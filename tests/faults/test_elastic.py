@@ -205,8 +205,11 @@ def test_two_at_once_then_all_at_once(faults: Faults, capfd: pytest.CaptureFixtu
 
 def test_all_at_once_before_anything_was_saved(faults: Faults) -> None:
     faults.at(LANE, kills(0, 1), step=3, worker=1)
-    with pytest.raises(RunFailed, match="no worker is left that has its state, and no checkpoint was written"):
-        faults.train(job("unsaved"), workers=2)
+    train(faults, "unsaved", workers=2)
+    (resumed,) = faults.told("run-resumed")
+    assert (resumed["step"], resumed["path"]) == (0, "")
+    action = "replaced, and the run begins again: no worker is left that has its state, and no checkpoint was written"
+    assert faults.told("worker-lost")[-1]["action"] == action
 
 
 # -- while something else is under way --------------------------------------------------------------------------------

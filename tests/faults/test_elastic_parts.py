@@ -87,11 +87,13 @@ def undisturbed(layout: str | None = None) -> tuple[str, Any]:
     return report.weights_sha256, report.value["metrics"]
 
 
-def train(faults: Faults, layout: str = PAIRS, *, back_to: int | None = None, **settings: Any) -> dict[str, Any]:
+def train(
+    faults: Faults, layout: str = PAIRS, *, back_to: int | None = None, name: str = "saved", **settings: Any
+) -> dict[str, Any]:
     """Trains under the declared faults to the bits of the undisturbed run, every sample once. `back_to`: the step of
     the checkpoint that it goes back to, if it does."""
     expected = undisturbed(layout if "tensor" in layout else None)
-    report = faults.train(job(), layout=layout, **settings)
+    report = faults.train(job(name), layout=layout, **settings)
     assert (report.weights_sha256, report.value["metrics"]) == expected
     seen = faults.audit(job())
     assert seen.sound and seen.steps == STEPS, seen
@@ -232,12 +234,21 @@ def test_a_lost_part_goes_back_to_the_newest_checkpoint(faults: Faults, capfd: p
     assert "2 steps" in said, said
 
 
-def test_a_part_that_is_lost_before_anything_was_saved(faults: Faults) -> None:
-    faults.at(FORWARD, kills(1, 3), step=3, worker=1)
-    with pytest.raises(
-        RunFailed, match="no worker is left that has shard 1 of the model, and no checkpoint was written"
-    ):
-        faults.train(job("unsaved"), layout=PAIRS)
+@pytest.mark.parametrize(
+    ("layout", "place", "lost_workers"),
+    [(PAIRS, FORWARD, (1, 3)), ("data=2,zero=3", MERGED, (1,)), ("tensor=2", MERGED, (0,))],
+    ids=str,
+)
+def test_a_part_that_is_lost_before_anything_was_saved(
+    faults: Faults, layout: str, place: Place, lost_workers: tuple[int, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run begins again with the fresh model, and says so before and after."""
+    faults.at(place, kills(*lost_workers), step=3, worker=lost_workers[0])
+    train(faults, layout, back_to=0, name="unsaved", quiet=False, plain=True)
+    said = capfd.readouterr().err
+    assert "and no checkpoint was written" in faults.told("worker-lost")[-1]["action"]
+    assert "the run begins again from the fresh model" in said
+    assert "the run goes on from the newest checkpoint" not in said
 
 
 @pytest.mark.parametrize("worker", [0, 1])

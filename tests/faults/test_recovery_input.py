@@ -1,5 +1,6 @@
 """Wrong words for a run that survives: each is refused before anything is changed, with both sides and what to type."""
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -48,12 +49,20 @@ def test_a_run_has_one_driver(held: Forked, faults: Faults, call: Caller, tmp_pa
 
     write_job(tmp_path)
     said = refused(call, "train", "job.py", "--resume", faults.run)
-    assert re.match(r"the run is alive: worker 0 \(process \d+ on .*\), worker 1 \(process \d+ on .*\)\n", said), said
-    assert f"shoal attach {faults.run}" in said
+    driver = rf"process {held.pid} on .*, since \d\d:\d\d:\d\d\n"
+    assert re.match(f"the run is watched over already, by {driver}", said), said
+    assert f"stop {faults.run} work from anywhere; shoal attach {faults.run}" in said
+
+    os.kill(held.pid, signal.SIGSTOP)
+    for arguments in (["attach", faults.run], ["train", "job.py", "--resume", faults.run]):
+        assert f"process {held.pid}" in (said := refused(call, *arguments)) and "which is stopped" in said
+        assert f"kill -CONT {held.pid}" in said
+    os.kill(held.pid, signal.SIGCONT)
 
     held.kill()
     said = refused(call, "train", "job.py", "--resume", faults.run)
-    assert said.startswith("the run is alive: worker 0 "), "its workers go on without a driver"
+    assert re.match(r"the run is alive: worker 0 \(process \d+ on .*\), worker 1 \(process \d+ on .*\)\n", said), said
+    assert f"shoal attach {faults.run}" in said, "its workers go on without a driver"
 
 
 def test_scaling_that_does_not_fit(held: Forked, faults: Faults, call: Caller) -> None:

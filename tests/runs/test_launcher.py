@@ -24,6 +24,7 @@ from shoal.driver.launchers.base import (
     ProcessProgram,
     ProcessSpec,
     ProcessStarted,
+    StarterFound,
 )
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.job.load import load_job
@@ -94,7 +95,7 @@ def test_a_worker_receives_what_the_driver_sends(launcher: Launcher) -> None:
         launcher.send(who, b"stop")
         found = all_events(launcher)
         assert [event.process for event in found if isinstance(event, ProcessStarted)] == [who]
-        rest = [event for event in found if not isinstance(event, ProcessStarted)]
+        rest = [event for event in found if not isinstance(event, (ProcessStarted, StarterFound))]
         assert rest == [ProcessLine(process=who, text=b"stop"), ProcessExit(process=who, code=0)]
         launcher.send(who, b"to a process that is gone")
 

@@ -12,13 +12,14 @@ import msgspec
 from msgspec import structs
 
 from shoal.collectives.handshake import host_identity
+from shoal.driver.driver_claim import living_driver
 from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.launch import driver_class
 from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.script_control import never_joined, refuse_attaching_script, script_activities, stop_script
-from shoal.driver.store_monitor import StoreMonitor, living_driver, living_workers
+from shoal.driver.store_monitor import StoreMonitor, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
@@ -46,10 +47,15 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
     config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, log="", detached=True)
     with folder:
         monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
-        monitor.check_no_driver()
+        monitor.claim()
         launcher, alive = LocalLauncher(), False
-        with suppress(OSError):
+        try:
             launcher, alive = LocalLauncher.attach(folder.path), True
+        except OSError:
+            pass  # it is gone
+        except RunError:
+            monitor.close(stop=False)
+            raise
         monitor.take_over(launcher_alive=alive)
         launch = LaunchSpec(
             work=_no_work,

@@ -11,17 +11,37 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
+import msgspec
+
 from shoal.driver import outcome
 from shoal.driver.interrupts import Interrupts
 from shoal.driver.launch_spec import DRIVER_STATE, SITTING_FILES, DriverState, LaunchSpec
-from shoal.driver.launchers.base import LOOPBACK, ProcessExit, ProcessLine, ProcessProgram, ProcessReconnected
+from shoal.driver.launchers.base import (
+    LOOPBACK,
+    ProcessEvent,
+    ProcessExit,
+    ProcessLine,
+    ProcessLinesDropped,
+    ProcessProgram,
+    ProcessWroteAside,
+)
+from shoal.driver.pause_watch import PauseWatch
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.script_watch import ScriptWatch, stopping_text
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
 from shoal.parallel.plan import Plan
-from shoal.report.events import AnyEvent, DriverChanged, MembershipChanged, RunResumed, WorkerPrinted, decode
+from shoal.recovery.membership.protocol import WorkerId
+from shoal.report.events import (
+    AnyEvent,
+    DriverChanged,
+    EventsDropped,
+    MembershipChanged,
+    RunResumed,
+    WorkerPrinted,
+    decode,
+)
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
 from shoal.worker.run_config import RunConfig
@@ -45,6 +65,7 @@ class RunDriver:
         self.recorder: RunRecorder = RunRecorder(launch, folder, config, tally)
         self.supervisor = self.supervisor_type(self.recorder, self.processes, self.interrupts, failures)
         self.scripts = ScriptWatch(self.recorder, self.processes, self.supervisor)
+        self.pauses = PauseWatch()
         self._stop_reported = False
 
     @property
@@ -171,14 +192,11 @@ class RunDriver:
         recorder, supervisor = self.recorder, self.supervisor
         while self.processes.running:
             for event in self.processes.poll(TICK_SECONDS):
-                if isinstance(event, ProcessExit):
-                    supervisor.process_exited(event)
-                elif isinstance(event, ProcessLine):
-                    self._receive(decode(event.text))
-                elif isinstance(event, ProcessReconnected):
-                    self._receive_undelivered()
+                self._handle(event)
             self._emit_prints()
             supervisor.tick()
+            for paused in self.pauses.tick(self.processes.watched_pids()):
+                recorder.emit(paused)
             self.scripts.tick()
             recorder.record_prediction()
             recorder.progress.tick(recorder.tally)
@@ -187,12 +205,28 @@ class RunDriver:
             if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
                 return  # the launcher ends the rest when it is closed
 
+    def _handle(self, event: ProcessEvent) -> None:
+        match event:
+            case ProcessExit():
+                self._receive_undelivered(event.process)
+                self.supervisor.process_exited(event)
+            case ProcessLine():
+                try:
+                    found = decode(event.text)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    found = EventsDropped(rank=event.process.worker, count=1)
+                self._receive(found)
+            case ProcessWroteAside():
+                self._receive_undelivered(event.process, event.number)
+            case ProcessLinesDropped():
+                self._receive(EventsDropped(rank=event.process.worker, count=event.count))
+
     def _receive(self, event: AnyEvent) -> None:
         if not self.supervisor.ignores(event):
             self.recorder.emit(event)
 
-    def _receive_undelivered(self) -> None:
-        for event in self.recorder.undelivered():
+    def _receive_undelivered(self, process: WorkerId | None = None, number: int | None = None) -> None:
+        for event in self.recorder.undelivered(process, number):
             self._receive(event)
 
     def _emit_prints(self) -> None:
@@ -200,6 +234,7 @@ class RunDriver:
             self.recorder.emit(WorkerPrinted(rank=worker, text=text))
 
     def _ask_to_stop(self) -> None:
+        self.processes.continue_starter()
         self.supervisor.ask_to_stop()
         self.scripts.stop(self.interrupts.number)
 

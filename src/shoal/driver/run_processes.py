@@ -1,9 +1,10 @@
 """The processes of a run, as the driver sees them: how they are started, which of them run, what they print."""
 
 import os
+import signal
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -31,6 +32,7 @@ class RunProcesses:
         self.running: set[WorkerId] = set()
         self.pids: dict[WorkerId, int] = {}  # also of processes that have ended
         self.can_start = True
+        self.starter_pid: int | None = None  # of the process that starts the others, where it is one of its own
         self.variables: dict[str, str] = {}  # further ones, for the environment of every process
         # A script's only worker opens its own store, as under plain `python`: so do processes that it starts itself.
         self._hosts_store = launch.size > 1 or launch.started.command != "run"
@@ -100,8 +102,22 @@ class RunProcesses:
             elif isinstance(event, ProcessExit):
                 self.running.discard(event.process)
             elif isinstance(event, base.StartsEnded):
-                self.can_start = False
+                self.can_start, self.starter_pid = False, None
+            elif isinstance(event, base.StarterFound):
+                self.starter_pid = event.pid
         return events
+
+    def watched_pids(self) -> dict[int | None, int]:
+        """Process ids of the workers that run, by number, and of the process that starts them, under None."""
+        workers = [who for who in self.running if who in self.pids and who.worker < self.launch.size]
+        found: dict[int | None, int] = {who.worker: self.pids[who] for who in workers}
+        return found if self.starter_pid is None else found | {None: self.starter_pid}
+
+    def continue_starter(self) -> None:
+        """The process that starts workers also reports their ends: it may be stopped."""
+        if self.starter_pid is not None:
+            with suppress(OSError):
+                os.kill(self.starter_pid, signal.SIGCONT)
 
     def ask_to_stop(self, processes: Collection[WorkerId]) -> None:
         for process in processes:

@@ -10,6 +10,7 @@ from rich.console import Console
 from shoal.driver import outcome
 from shoal.driver.launch_spec import LaunchSpec
 from shoal.errors import ShoalError
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.aggregate import RunTally
 from shoal.report.events import (
     AnyEvent,
@@ -68,15 +69,19 @@ class RunRecorder:
         with suppress(OSError, msgspec.MsgspecError):
             self.prediction = msgspec.json.decode(self.folder.prediction.read_bytes(), type=dict[str, Any])
 
-    def undelivered(self) -> Iterator[AnyEvent]:
-        """Takes the events that workers wrote down while the run had no driver."""
+    def undelivered(self, process: WorkerId | None = None, number: int | None = None) -> Iterator[AnyEvent]:
+        """Takes the events that workers wrote down while no driver read them: all of them, those of one process, or
+        those in one of its files."""
+        name = "*" if process is None else f"{process.worker}.{process.incarnation}.*"
+        if process is not None and number is not None:
+            name = f"{process.worker}.{process.incarnation}.{number}"
         found: list[AnyEvent] = []
-        for path in self.folder.path.glob(f"{UNDELIVERED}*.jsonl") if self.config.failure.detached else ():
+        for path in self.folder.path.glob(f"{UNDELIVERED}{name}.jsonl"):
             taken = path.with_suffix(".taken")
             with suppress(OSError):
                 path.rename(taken)
                 for line in taken.read_bytes().splitlines():
-                    with suppress(msgspec.MsgspecError):
+                    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
                         found.append(decode(line))
                 taken.unlink()
         for event in sorted(found, key=lambda event: event.time):

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from shoal.collectives.handshake import host_identity
+from shoal.driver.driver_claim import DriverRecord, living_driver
 from shoal.driver.launch_spec import SITTING_FILES, read_driver_state
-from shoal.driver.store_monitor import DriverRecord, living_driver
 from shoal.errors import InputError, RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store

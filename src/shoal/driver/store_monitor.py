@@ -13,41 +13,21 @@ from pathlib import Path
 import msgspec
 
 from shoal.collectives.handshake import host_identity
+from shoal.driver.driver_claim import DriverClaim
 from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_messages
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import process_state, start_ticks
+from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import AnyEvent, StoreOutage
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
-LEASE_SECONDS = 5.0
 TRIES = 50  # of a swap: workers may have swapped the view in between
-
-
-class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that drives a run."""
-
-    pid: int
-    began: str
-    host: str
-    name: str
-
-
-def living_driver(store: RunStore) -> DriverRecord | None:
-    """The process that drives a run, unless it is this one, or on this host and dead."""
-    entry = store.read("driver").entries.get("driver")
-    found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
-    if found is None or found.pid == os.getpid():
-        return None
-    if found.host == host_identity() and process_state(found.pid, found.began) is None:
-        return None  # its lease has not run out yet, but it is gone
-    return found
 
 
 def living_workers(state: MembershipState) -> list[WorkerProcess]:
@@ -70,7 +50,6 @@ class StoreMonitor:
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
         self._request: RunRequest | None = None
-        self._lease: int | None = None
         self._polled = 0.0
         self._away_since: float | None = None
         if address is None:
@@ -78,6 +57,7 @@ class StoreMonitor:
             self.store: RunStore = sqlite_client.connect(folder, dial=self._dial)
         else:
             self.store = open_store(address, folder, run)
+        self._claim = DriverClaim(self.store, folder)
 
     def _start_server(self) -> None:
         owner = None if self.detached else os.getpid()
@@ -91,17 +71,9 @@ class StoreMonitor:
     def begin(self, first: list[WorkerId], *, resumed: bool) -> list[WorkerId]:
         """Writes the first members and returns them: incarnations count on from those of an earlier sitting."""
         try:
-            state = self._read_store()
-            self._refuse_if_alive(state)
-            removed = dict(state.view.removed)
-            for who in state.view.members:
-                removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
-            members = [WorkerId(who.worker, removed.get(who.worker, -1) + 1) for who in first]
-            generation, reason = state.view.generation + 1, "resumed" if resumed else "the run begins"
-            view = MembershipView(generation=generation, members=tuple(members), reason=reason, removed=removed)
-            self.store.swap("view", msgspec.json.encode(view), state.view_revision)
+            self._claim.take()
+            members = self._write_first(first, "resumed" if resumed else "the run begins")
             self.store.put("request", msgspec.json.encode(RunRequest()))
-            self._claim()
         except StoreUnavailable as error:
             self.close(stop=False)
             raise RunError(
@@ -115,21 +87,34 @@ class StoreMonitor:
         self._members = set(members)
         return members
 
-    def check_no_driver(self) -> None:
-        """Raises RunFolderError if another driver is alive."""
-        record = living_driver(self.store)
-        if record is not None:
+    def _write_first(self, first: list[WorkerId], reason: str) -> list[WorkerId]:
+        for _ in range(TRIES):
+            state = self._read_store()
+            self._refuse_if_alive(state)
+            removed = dict(state.view.removed)
+            for who in state.view.members:
+                removed[who.worker] = max(who.incarnation, removed.get(who.worker, -1))
+            members = [WorkerId(who.worker, removed.get(who.worker, -1) + 1) for who in first]
+            generation = state.view.generation + 1
+            view = MembershipView(generation=generation, members=tuple(members), reason=reason, removed=removed)
+            if self.store.swap("view", msgspec.json.encode(view), state.view_revision) is not None:
+                return members
+        raise RunFolderError(f"the members of {self.folder} change all the time", fix="shoal why shows who is alive")
+
+    def claim(self) -> None:
+        """Raises RunFolderError if another driver is alive; from here on this process is the driver."""
+        try:
+            self._claim.take()
+        except RunFolderError:
             self.close(stop=False)
-            fix = "shoal why, scale and stop work from anywhere; attach when that process is gone"
-            raise RunFolderError(f"the run is watched over already, by process {record.pid} on {record.name}", fix=fix)
+            raise
 
     def take_over(self, *, launcher_alive: bool) -> None:
-        """Claims a run that another driver left. `launcher_alive`: else no worker may be left."""
+        """Goes on with a run that another driver left. `launcher_alive`: else no worker may be left."""
         state = self._read_store()
         self.taken_over = state.view, state.committed
         self._members = set(state.view.members)
         if launcher_alive:
-            self._claim()
             return
         try:
             self._refuse_if_alive(state)
@@ -146,13 +131,6 @@ class StoreMonitor:
                 f"the run is alive: {', '.join(names)}", fix=f"shoal attach {shlex.quote(str(self.folder))} watches it"
             )
 
-    def _claim(self) -> None:
-        pid, name = os.getpid(), socket.gethostname()
-        record = DriverRecord(pid=pid, began=start_ticks(pid) or "", host=host_identity(), name=name)
-        lease = self.store.grant(LEASE_SECONDS)
-        self.store.put("driver", msgspec.json.encode(record), lease)
-        self._lease = lease
-
     # -- while it runs ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[AnyEvent]:
@@ -164,8 +142,7 @@ class StoreMonitor:
         try:
             state = self._read_store()
             self._update(state)
-            if self._lease is None or not self.store.renew(self._lease):
-                self._claim()
+            self._claim.keep()
             self._write_pending()
             return self._outage_ended()
         except (StoreUnavailable, LeaseEnded):
@@ -246,8 +223,7 @@ class StoreMonitor:
     def close(self, stop: bool = True, for_good: bool = False) -> None:
         """`stop`: ends the run's own store. `for_good`: removes its files, since the run is done."""
         with suppress(StoreUnavailable):
-            if self._lease is not None:
-                self.store.revoke(self._lease)
+            self._claim.release()
         self.store.close()
         if stop and self.address is None:
             sqlite_client.stop_server(self.folder, dial=self._dial)

@@ -177,8 +177,8 @@ class WorkerSupervisor:
         for who, code, state in undecided:
             if who not in self.leave_reasons:
                 self._worker_lost(who, code, state)
-            elif not self.ending and self.processes.can_start and self._has_checkpoint:
-                # Other processes go on from the checkpoint.
+            elif not self.ending and self.processes.can_start:
+                # Other processes go on from the checkpoint, or begin again with the fresh model.
                 self.roster.worker_left(who, replaced=True)
                 self.store_monitor.remove(who, f"left: {MODEL_SHARD_LOST}")
                 self._start_missing("replacement")
@@ -197,8 +197,8 @@ class WorkerSupervisor:
         step = max(self.tally.step, self.store_monitor.committed)
         decision = self.roster.worker_lost(who, took_part=who in self.participants, step=step)
         decision = self._try_another_layout(decision)
-        if not decision.end_reason and state and not self._has_checkpoint:
-            decision = LossDecision("the run ends", f"{state}, and {NO_CHECKPOINT}")
+        if not decision.end_reason and state and not self._has_checkpoint and self.processes.can_start:
+            decision = LossDecision(f"{decision.action}, and the run begins again: {state}, and {NO_CHECKPOINT}")
         if not decision.end_reason and self.next_plan is None and not self.processes.can_start:
             decision = LossDecision("the others go on, since the process that starts workers is gone")
             if self.launch.layout.shards > 1 and state:

@@ -199,7 +199,7 @@ class RunTally:
                     self.logged |= row.values
             case events.LoggerFailed():
                 self.logger_failures.append(event)
-            case events.RunResumed():
+            case events.RunResumed() if event.path:
                 self.resumed = event
             case events.StepSkipped():
                 self.skipped.append(event)

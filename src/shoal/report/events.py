@@ -218,7 +218,7 @@ class SaveFailed(Event, frozen=True, kw_only=True, tag="save-failed"):
 
 class RunResumed(Event, frozen=True, kw_only=True, tag="run-resumed"):
     step: int
-    path: str
+    path: str  # of the checkpoint; empty: all state was lost before there was one, and the run begins again
     skipped: list[str] = []  # checkpoints that did not verify, with the reason
     repeated: int = 0  # steps committed after this checkpoint, which the run repeats
     inexact_sync_mode: str = ""  # of the run that wrote the checkpoint, if not exact
@@ -395,6 +395,22 @@ class StoreOutage(Event, frozen=True, kw_only=True, tag="store-outage"):
     seconds: float | None = None
 
 
+class EventsDropped(Event, frozen=True, kw_only=True, tag="events-dropped"):
+    """From a worker, or from the driver about its lines: so many events are in no file. The disk was full while the
+    driver did not read, or a line was too long or no event."""
+
+    rank: int
+    count: int
+
+
+class ProcessPaused(Event, frozen=True, kw_only=True, tag="process-paused"):
+    """From the driver: a process is stopped by a signal or a debugger (seconds None), or goes on after that many."""
+
+    rank: int | None  # None: the process that starts workers
+    pid: int
+    seconds: float | None = None
+
+
 class DriverChanged(Event, frozen=True, kw_only=True, tag="driver-changed"):
     """From a new driver: `shoal attach`."""
 
@@ -480,7 +496,10 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
     outcome: str  # done, stopped, failed
 
 
-RunEvent = RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage
+NoticeEvent = EventsDropped | ProcessPaused
+RunEvent = (
+    RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage | NoticeEvent
+)
 StepEvent = (
     StepsCommitted | StepSkipped | StepDigest | ModelEvaluated | LanesAssigned | LaneCost | TrafficReported
     | TrainingNote | LossScaleChanged

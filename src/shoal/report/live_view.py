@@ -10,7 +10,7 @@ from shoal.report.aggregate import RunTally, WorkerTally
 from shoal.report.participation import ENDED, JOINING, LEFT, STARTING, TAKES_PART
 from shoal.report.servers import summarize_histogram
 from shoal.report.speedup import SLOW, slowness
-from shoal.report.wording import driver_text, stamp
+from shoal.report.wording import driver_text, paused_text, stamp
 from shoal.report.worker_output import clean
 
 BAR_WIDTH = 37
@@ -350,6 +350,10 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
             return f"worker {event.rank} failed{at}: {(event.message.splitlines() or [event.kind])[0]}"
         case events.DriverChanged():
             return driver_text(event)
+        case events.EventsDropped():
+            return f"worker {event.rank}: {human.plural(event.count, 'event')} lost, since nothing could be written"
+        case events.ProcessPaused():
+            return paused_text(event)
         case events.ScriptAdvised():
             return f"hint: {event.text}" if event.rank is None else f"hint, worker {event.rank}: {event.text}"
         case events.CheckpointIntervalChanged():

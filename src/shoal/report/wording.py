@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from shoal.report import human
-from shoal.report.events import DriverChanged
+from shoal.report.events import DriverChanged, ProcessPaused
 from shoal.report.incidents import Incident
 
 
@@ -53,6 +53,16 @@ def full_text(incident: Incident) -> str:
     if incident.kind not in ("lost", "left") or incident.next_incarnation is None:
         return text
     return f"{text}; {replacement_text(incident) or f'incarnation {incident.next_incarnation} never joined'}"
+
+
+def paused_text(event: ProcessPaused) -> str:
+    """A process of the run is stopped, or goes on."""
+    which = "the process that starts workers" if event.rank is None else f"worker {event.rank}"
+    if event.seconds is not None:
+        return f"{which} (pid {event.pid}) goes on, after {human.duration(event.seconds)}"
+    costs = "no worker can be started until it goes on" if event.rank is None else "the run waits for it"
+    way_on = f"kill -CONT {event.pid} continues it"
+    return f"{which} (pid {event.pid}) is stopped, by SIGSTOP or a debugger: {costs}; {way_on}"
 
 
 def stamp(when: float) -> str:

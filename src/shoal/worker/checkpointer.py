@@ -261,6 +261,15 @@ class Checkpointer:
     def resume(self, group: WorkerGroup, *, state_lost: bool = False) -> FoundCheckpoint:
         """Restores the newest checkpoint that verifies, the same on every worker. `state_lost`: because all workers
         that had the state were lost."""
+        found = self.restore_newest(group, state_lost=state_lost)
+        if found is None:
+            folder = self.folder and self.folder / "checkpoints"
+            raise CheckpointError(f"{folder} holds no checkpoint to resume from", fix="start without --resume")
+        return found
+
+    def restore_newest(self, group: WorkerGroup, *, state_lost: bool = False) -> FoundCheckpoint | None:
+        """Likewise; None: nothing was saved, which all workers agree on. Checkpoints of which none verifies are an
+        error."""
         if self.directory is None:
             raise CheckpointError("all workers that had the state are gone, and without a run folder nothing is saved")
         for pause in RETRY_PAUSES:
@@ -276,8 +285,7 @@ class Checkpointer:
                 fix=f"{self.directory.folder} has to be the same folder on every host",
             )
         if found is None:
-            folder = self.directory.folder
-            raise CheckpointError(f"{folder} holds no checkpoint to resume from", fix="start without --resume")
+            return None
         self.live.restore(found.snapshot)
         self.saved_step = self._requested_step = step
         if state_lost:

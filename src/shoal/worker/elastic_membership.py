@@ -45,7 +45,7 @@ from shoal.recovery.membership.protocol import (
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import Event, StoreOutage
 from shoal.report.stacks import WorkerActivity
-from shoal.worker.membership import ModelShardLost, RunAbandoned, RunCompleted, WorkerEvicted
+from shoal.worker.membership import AFTER_SHARD_LOST, ModelShardLost, RunAbandoned, RunCompleted, WorkerEvicted
 from shoal.worker.rendezvous import POLL_SECONDS, GroupRendezvous
 from shoal.worker.requests import CHANGE, LEAVE, STOP
 
@@ -317,7 +317,7 @@ class ElasticMembership:
         holders = [str(who) for who in gone if model_shard_of(who.worker, self.model_shards) in lost]
         those = f" with {' and '.join(holders)}" if holders else ""
         was = "was" if len(lost) == 1 else "were"
-        return f"{shards} of the model {was} lost{those}: the run goes on from the newest checkpoint"
+        return f"{shards} of the model {was} lost{those}: {AFTER_SHARD_LOST}"
 
     def _is_waiting(self, view: MembershipView) -> bool:
         """Whether this worker waits for others to enter, or to let it in."""

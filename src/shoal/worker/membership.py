@@ -14,6 +14,7 @@ from shoal.worker.requests import STOP
 
 TOO_SLOW = "too slow"  # why a worker left
 MODEL_SHARD_LOST = "a part of the model was lost"  # another reason
+AFTER_SHARD_LOST = "the run goes on from its newest checkpoint, or begins again without one"
 
 
 class WorkerEvicted(RunError):

@@ -16,6 +16,7 @@ import torch
 
 from shoal.errors import PeerLost
 from shoal.parallel.sharded_norm import gather_bytes
+from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.recovery.membership.protocol import RecoveryPlan, covers_model
 from shoal.report.events import MembershipChanged, StateTransferred, WorkerLeft
 from shoal.worker.consistency import agree_on_kernels, broadcast_weights
@@ -55,24 +56,28 @@ class RunRecovery:
         run, group = self.run, self.membership.group
         self._form_groups()
         agree_on_kernels(group, run.traits)
-        resumes = run.context.resumed or recovery.view.restart > 0
-        if run.setup.broadcast and not resumes and not run.layout.sharded:
+        resumed = (run.context.resumed or recovery.view.restart > 0) and self._resume()
+        if run.setup.broadcast and not resumed and not run.layout.sharded:
             broadcast_weights(run.model, group)
-        if resumes:
-            self._resume()
         run.update.after_step()
         if run.layout.sharded:  # a barrier: otherwise the shard of a slow starter looks lost
             group.gather_rows(torch.zeros(1, dtype=torch.uint8))
         self.membership.start_at(run.step)
         run.commit_generation = self.membership.generation
 
-    def _resume(self) -> None:
-        """All workers begin with the newest checkpoint that verifies."""
-        run = self.run
-        found = run.checkpoints.resume(run.group, state_lost=self.membership.view.restart > 0)
-        run.restore_progress(found.snapshot)
+    def _resume(self) -> bool:
+        """All workers begin with the newest checkpoint that verifies. False: all state was lost before one was written,
+        so they begin with the model that the job makes, as the run did."""
+        run, state_lost = self.run, self.membership.view.restart > 0
+        if run.context.resumed:
+            found: FoundCheckpoint | None = run.checkpoints.resume(run.group, state_lost=state_lost)
+        else:
+            found = run.checkpoints.restore_newest(run.group, state_lost=state_lost)
+        if found is not None:
+            run.restore_progress(found.snapshot)
         if run.leader:
             run.record_resume(found, known_committed=self.membership.known_committed(), inexact=run.inexact)
+        return found is not None
 
     def _synchronise(self, recovery: RecoveryPlan) -> None:
         """What all members of a new generation do together before each goes on."""

@@ -33,7 +33,7 @@ from shoal.worker.consistency import is_early_check
 from shoal.worker.context import WorkerContext
 from shoal.worker.lane_speeds import MIN_SPEEDUP
 from shoal.worker.loop_optimizers import NAME_OF_ONE, LoopOptimizers
-from shoal.worker.membership import ModelShardLost, RunCompleted, RunMembership
+from shoal.worker.membership import AFTER_SHARD_LOST, ModelShardLost, RunCompleted, RunMembership
 from shoal.worker.recover import RunRecovery
 from shoal.worker.requests import END, EVICT, LEAVE, SAVE
 from shoal.worker.run_evaluation import RunEvaluation
@@ -227,7 +227,7 @@ class Run(RunState):
             self.strategy.refresh()
         except PeerLost as error:
             self._recovery.recover(error)  # the lost worker had rows of the update: this does not return
-            lost = f"rows of step {self.step} did not arrive: the run goes on from the newest checkpoint"
+            lost = f"rows of step {self.step} did not arrive: {AFTER_SHARD_LOST}"
             left = ModelShardLost(lost)
             left.present = self.membership.view.members
             raise left from error

@@ -44,12 +44,15 @@ class WorkerProgram:
         """Runs in the process; returns its exit code. Everything that the driver had loaded is there."""
         self._log_process(startup.rank)
         context, serve, shard = self._context(startup), self.serve_shard, startup.rank - self.context.size
-        if serve is None or shard < 0:
-            with reporting_failures(context, str(self.run.log(startup.rank))) as code:
-                self.work(context)
-        else:
-            with reporting_failures(context, str(self.run.server_log(shard))) as code:
-                serve(context, shard)
+        try:
+            if serve is None or shard < 0:
+                with reporting_failures(context, str(self.run.log(startup.rank))) as code:
+                    self.work(context)
+            else:
+                with reporting_failures(context, str(self.run.server_log(shard))) as code:
+                    serve(context, shard)
+        finally:
+            context.channel.close()
         return code[0]
 
     def _log_process(self, rank: int) -> None:
@@ -66,7 +69,7 @@ class WorkerProgram:
             self.context,
             rank=startup.rank,
             incarnation=startup.incarnation,
-            channel=EventChannel(startup.channel, name, folder if failure.detached else None),
+            channel=EventChannel(startup.channel, name, folder, outlives=failure.detached),
             open_torch_store=torchrun_store,
             open_run_store=(lambda: open_store(failure.store, folder, self.run.id)) if failure.elastic else None,
             should_leave=startup.notice.claim,

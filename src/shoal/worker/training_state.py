@@ -235,11 +235,12 @@ class TrainingState(ABC):
         )
         self.emit(event)
 
-    def record_resume(self, found: FoundCheckpoint, *, known_committed: int, inexact: str) -> None:
+    def record_resume(self, found: FoundCheckpoint | None, *, known_committed: int, inexact: str) -> None:
+        """`found` None: the run begins again."""
         event = events.RunResumed(
             step=self.step,
-            path=str(found.path),
-            skipped=list(found.skipped),
+            path="" if found is None else str(found.path),
+            skipped=[] if found is None else list(found.skipped),
             repeated=max(0, max(known_committed, self.context.committed_before) - self.step),
             inexact_sync_mode=inexact,
             changes=self.changes,

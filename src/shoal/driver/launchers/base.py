@@ -94,6 +94,22 @@ class ProcessLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessWroteAside:
+    """A process wrote lines to its file with this number, which belong between those before and after this event."""
+
+    process: WorkerId
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessLinesDropped:
+    """A process sent lines that are too long to be events."""
+
+    process: WorkerId
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessReconnected:
     """A process that another driver started sends its lines here now."""
 
@@ -113,7 +129,15 @@ class StartsEnded:
     """The launcher can start no process any more. Those that run go on."""
 
 
-ProcessEvent = ProcessStarted | ProcessLine | ProcessReconnected | ProcessExit | StartsEnded
+@dataclass(frozen=True, kw_only=True)
+class StarterFound:
+    """Which process starts the workers, where it is one of its own on this machine: the driver watches it."""
+
+    pid: int
+
+
+FromProcess = ProcessStarted | ProcessLine | ProcessWroteAside | ProcessLinesDropped | ProcessReconnected | ProcessExit
+ProcessEvent = FromProcess | StartsEnded | StarterFound
 
 
 class Launcher(Protocol):

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shoal.driver.launchers.base import LAUNCHER_SOCKET, ProcessProgram
 from shoal.errors import ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.protocol import WorkerId
+from shoal.transport.greetings import Greetings
 from shoal.transport.unix_sockets import listen
 from shoal.worker.start import WorkerStartup
 from shoal.worker.stop_notice import StopNotice
@@ -28,6 +30,8 @@ from shoal.worker.stop_notice import StopNotice
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 1 << 16
 END = b"end"  # from the driver: end all workers
+ATTACH = b"attach\n"  # from another driver, which takes over
+RETRY_SECONDS = 0.2  # before replies that a stopped driver has no room for are sent again
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL, for workers that end with their driver
 
 
@@ -96,25 +100,39 @@ class _ForkServer:
         self.address = program.folder / LAUNCHER_SOCKET if program.detached else None
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, control)
-        self.listener = None if self.address is None else listen(self.address, socket.SOCK_SEQPACKET)
-        if self.listener is not None:
-            self.selector.register(self.listener, selectors.EVENT_READ, self.listener)
+        self.greetings = None if self.address is None else Greetings(listen(self.address, socket.SOCK_SEQPACKET))
+        if self.greetings is not None:
+            self.selector.register(self.greetings, selectors.EVENT_READ, self.greetings)
         self.workers: dict[int, _Worker] = {}  # by process descriptor
         self.kill_at: float | None = None  # the driver is gone, and workers that end with it have had SIGTERM
         self.any_joined = False  # a worker that has ended had joined the run
-        self.undelivered: list[ForkServerReply] = []  # sent while no driver was connected
+        self.undelivered: deque[ForkServerReply] = deque()  # not sent yet: no driver is connected, or it is stopped
 
     def run(self) -> int:
         while self.control is not None or self.workers:
-            for key, _ in self.selector.select(self._end_without_driver()):
-                if key.data is self.listener and self.listener is not None:
-                    self._accept_driver(self.listener.accept()[0])
-                elif key.data is self.control and self.control is not None:
+            for key, _ in self.selector.select(self._patience()):
+                if key.data is self.control and self.control is not None:
                     if not self._receive(self.control):
                         return self._close()
                 elif key.data in self.workers:
                     self._reap(key.data)
+            self._greet()
+            self._send_replies()
         return self._close()
+
+    def _greet(self) -> None:
+        """A stranger, whatever it sends, costs its own connection."""
+        for greeting in self.greetings.poll() if self.greetings is not None else ():
+            try:
+                if greeting.line + b"\n" != ATTACH or self.control is not None:
+                    raise ConnectionRefusedError
+                self._accept_driver(greeting.connection)
+            except OSError:
+                greeting.connection.close()
+
+    def _patience(self) -> float | None:
+        waits = [self._end_without_driver(), RETRY_SECONDS if self.undelivered and self.control is not None else None]
+        return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _end_without_driver(self) -> float | None:
         """Kills workers that did not end with their driver in time. Returns for how long to wait before that."""
@@ -134,17 +152,12 @@ class _ForkServer:
                 worker.kill(number)
 
     def _accept_driver(self, driver: socket.socket) -> None:
-        """Accepts another driver, unless this server still has one."""
-        if self.control is not None:
-            driver.close()
-            return
-        self.control = driver
-        self.selector.register(driver, selectors.EVENT_READ, driver)
+        """Raises OSError where the driver has gone again."""
         running = [ForkServerReply(process=each.process, pid=each.pid) for each in self.workers.values()]
         driver.send(msgspec.json.encode(running))
-        for reply in self.undelivered:
-            self._reply(reply)
-        self.undelivered.clear()
+        driver.setblocking(True)
+        self.control = driver
+        self.selector.register(driver, selectors.EVENT_READ, driver)
 
     def _receive(self, control: socket.socket) -> bool:
         """Returns False when the run is over."""
@@ -158,17 +171,25 @@ class _ForkServer:
             for worker in self.workers.values():
                 os.waitpid(worker.pid, 0)
             return False
-        if (
-            not message
-        ):  # the driver is gone; workers that outlive it go on, and so does this process as long as they do
-            self.selector.unregister(control)
-            control.close()
-            self.control = None
-            self._signal_dependent(signal.SIGTERM)
-            self.kill_at = time.monotonic() + GRACE_SECONDS
+        channels = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        try:
+            order = msgspec.json.decode(message, type=StartOrder)
+            channel = channels[0]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):  # gone, or no driver
+            for each in channels:
+                each.close()
+            self._driver_gone(control)
             return True
-        self._start(msgspec.json.decode(message, type=StartOrder), socket.socket(fileno=descriptors[0]))
+        self._start(order, channel)
         return True
+
+    def _driver_gone(self, control: socket.socket) -> None:
+        """Workers that outlive it go on, and so does this process as long as they do."""
+        self.selector.unregister(control)
+        control.close()
+        self.control = None
+        self._signal_dependent(signal.SIGTERM)
+        self.kill_at = time.monotonic() + GRACE_SECONDS
 
     def _start(self, order: StartOrder, channel: socket.socket) -> None:
         outlives_driver = mmap.mmap(-1, 1)
@@ -176,7 +197,7 @@ class _ForkServer:
         pid = os.fork()
         if pid == 0:
             self.selector.close()
-            for held in (self.control, self.listener):
+            for held in (self.greetings, self.control):
                 if held is not None:
                     held.close()
             for descriptor in self.workers:
@@ -197,13 +218,16 @@ class _ForkServer:
         self._reply(ForkServerReply(process=worker.process, code=os.waitstatus_to_exitcode(status)))
 
     def _reply(self, reply: ForkServerReply) -> None:
-        if self.control is None:
-            self.undelivered.append(reply)
-            return
-        try:
-            self.control.send(msgspec.json.encode(reply))
-        except OSError:  # the driver is gone: the next select shows it
-            self.undelivered.append(reply)
+        self.undelivered.append(reply)
+        self._send_replies()
+
+    def _send_replies(self) -> None:
+        while self.undelivered and self.control is not None:
+            try:
+                self.control.send(msgspec.json.encode(self.undelivered[0]), socket.MSG_DONTWAIT)
+            except OSError:  # the driver is stopped, or gone: the next select shows it
+                return
+            self.undelivered.popleft()
 
     def _close(self) -> int:
         if self.control is None and self.program.until_joined and not self.any_joined:

@@ -23,17 +23,22 @@ import msgspec
 from shoal.driver.launchers import base
 from shoal.driver.launchers.base import Host, LocalHost, ProcessEvent, ProcessExit
 from shoal.driver.launchers.channels import ProcessChannels
-from shoal.driver.launchers.fork_server import END, MESSAGE_BYTES, ForkServerReply, StartOrder, run_fork_server
+from shoal.driver.launchers.fork_server import ATTACH, END, MESSAGE_BYTES, ForkServerReply, StartOrder, run_fork_server
 from shoal.errors import RunError
+from shoal.recovery.membership.process import STOPPED_STATES, current_state
 from shoal.recovery.membership.protocol import WorkerId
-from shoal.transport.unix_sockets import connect
+from shoal.transport.unix_sockets import check_peer, connect, peer_credentials
 from shoal.worker.event_channel import DRIVER_SOCKET
+
+ANSWER_SECONDS = 5.0  # in which the server of a run answers another driver
+END_SECONDS = 10.0  # in which the server ends its workers and itself
 
 
 class LocalLauncher:
     def __init__(self) -> None:
         self._connected = False  # to a server
         self._server: int | None = None  # the server's process id, where it is a child of this process
+        self._starter: int | None = None  # the server's process id, while it lives
 
     def _connect(self, control: socket.socket, *, detached: bool) -> None:
         self._control, self._connected = control, True
@@ -48,15 +53,42 @@ class LocalLauncher:
     def attach(cls, folder: Path) -> "LocalLauncher":
         """Takes over the server of a run. Raises OSError if there is none, RunError if it has another driver."""
         launcher = cls()
-        launcher._connect(connect(folder / base.LAUNCHER_SOCKET, socket.SOCK_SEQPACKET), detached=True)
-        message = launcher._control.recv(MESSAGE_BYTES)
-        if not message:
-            launcher.close()
-            raise RunError("the run is watched over by another driver")
-        running = msgspec.json.decode(message, type=list[ForkServerReply])
-        launcher._found = [event for reply in running for event in launcher._handle_reply(reply)]
+        control = connect(folder / base.LAUNCHER_SOCKET, socket.SOCK_SEQPACKET)
+        check_peer(control)
+        server = peer_credentials(control).pid
+        launcher._connect(control, detached=True)
+        launcher._starter, launcher._found = server, [base.StarterFound(pid=server)]
+        running = msgspec.json.decode(launcher._take_over(server), type=list[ForkServerReply])
+        launcher._found += [event for reply in running for event in launcher._handle_reply(reply)]
         launcher._channels.listen(folder / DRIVER_SOCKET)
         return launcher
+
+    def _take_over(self, server: int) -> bytes:
+        """Asks the server for its workers. Raises RunError where it has another driver, or does not answer."""
+        self._control.settimeout(ANSWER_SECONDS)
+        try:
+            self._control.send(ATTACH)
+            message = self._control.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            self._hang_up()
+            stopped = "is stopped" if current_state(server) in STOPPED_STATES else "does not answer"
+            raise RunError(
+                f"the process that starts the run's workers (pid {server}) {stopped}",
+                fix=f"kill -CONT {server} continues it; kill -KILL {server} ends it, and workers that are lost later "
+                "are not replaced",
+            ) from None
+        if not message:
+            self._hang_up()
+            raise RunError(
+                "the run is watched over by another driver", fix="shoal why, scale and stop work from anywhere"
+            )
+        self._control.settimeout(None)
+        return message
+
+    def _hang_up(self) -> None:
+        self._connected = False
+        self._control.close()
+        self._channels.close()
 
     def hosts(self, processes: int) -> Sequence[Host]:
         return [LocalHost()] * processes
@@ -78,6 +110,7 @@ class LocalLauncher:
             run_fork_server(theirs, program, self.enter_host)
         theirs.close()
         self._connect(control, detached=program.detached)
+        self._starter, self._found = self._server, [base.StarterFound(pid=self._server)]
 
     def start(self, host: Host, spec: base.ProcessSpec) -> None:
         ours, theirs = socket.socketpair()
@@ -113,18 +146,37 @@ class LocalLauncher:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 select.select([descriptor], [], [])
             self._reap_orphan(process)
+        self._end_server()
+        self._server = self._starter = None
+        self._channels.close()
+
+    def _end_server(self) -> None:
+        """The server ends its workers, then itself; one that is stopped goes on for that, and one that does not end in
+        time is killed, and its workers with it."""
         with suppress(OSError):
-            self._control.send(END)
-        if self._server is None:
-            with suppress(OSError):  # not a child of this process: it hangs up when it has ended everything
-                while self._control.recv(MESSAGE_BYTES):
-                    pass
+            self._control.send(END, socket.MSG_DONTWAIT)
+        if self._starter is not None:
+            with suppress(OSError):
+                handle = os.pidfd_open(self._starter)
+                try:
+                    self._await_end(handle)
+                finally:
+                    os.close(handle)
         self._control.close()
         if self._server is not None:
             with suppress(ChildProcessError):
                 os.waitpid(self._server, 0)
-            self._server = None
-        self._channels.close()
+
+    def _await_end(self, server: int) -> None:
+        """`server`: its process descriptor."""
+        signal.pidfd_send_signal(server, signal.SIGCONT)
+        if select.select([server], [], [], END_SECONDS)[0]:
+            return
+        signal.pidfd_send_signal(server, signal.SIGKILL)
+        for pid in self._pids.values():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        select.select([server], [], [], END_SECONDS)
 
     def _receive_reply(self) -> list[ProcessEvent]:
         try:
@@ -146,6 +198,7 @@ class LocalLauncher:
     def _server_lost(self) -> list[ProcessEvent]:
         """The server died. Where nothing may outlive it the kernel ends the workers, too; else they go on."""
         self._channels.forget(self._control)
+        self._starter = None
         gone, self._starting = self._starting, set()
         for process, pid in sorted(self._pids.items()):
             try:

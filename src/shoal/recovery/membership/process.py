@@ -5,6 +5,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+STOPPED_STATES = ("T", "t")  # the kernel's letters: by a signal, by a debugger
+
 
 def start_ticks(pid: int) -> str | None:
     """When a process began, in ticks since the machine started; None if it is gone."""
@@ -16,6 +18,12 @@ def process_state(pid: int, started: str) -> str | None:
     """The kernel's letter for its state: R, S, D, T (stopped) and so on; None if that process is gone."""
     found = _stat(pid)
     return found[0] if found is not None and found[1] == started else None
+
+
+def current_state(pid: int) -> str | None:
+    """Likewise of whichever process has this id now: for one that cannot be another, such as a child not reaped yet."""
+    found = _stat(pid)
+    return None if found is None else found[0]
 
 
 def kill_process(pid: int, started: str) -> bool:

@@ -1,0 +1,119 @@
+"""Which process drives a run: one at a time, by two records in the run's store.
+
+driver           with a lease, written by compare-and-swap: of two that begin at once, one has it
+driver-process   without one: a driver that is stopped loses its lease, and is still there to go on
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+
+import msgspec
+
+from shoal.collectives.handshake import host_identity
+from shoal.errors import RunFolderError
+from shoal.recovery.membership.process import STOPPED_STATES, process_state, start_ticks
+from shoal.recovery.membership.store import RunStore, StoreEntry
+
+LEASE_SECONDS = 5.0
+KEY, PROCESS_KEY = "driver", "driver-process"
+TRIES = 20  # of a swap
+
+
+class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that drives a run."""
+
+    pid: int
+    began: str
+    host: str
+    name: str
+    since: float = 0.0  # seconds since 1970
+
+    @property
+    def here(self) -> bool:
+        return self.host == host_identity()
+
+    @property
+    def stopped(self) -> bool:
+        """By a signal, or a debugger."""
+        return self.here and process_state(self.pid, self.began) in STOPPED_STATES
+
+    def __str__(self) -> str:
+        since = f", since {time.strftime('%H:%M:%S', time.localtime(self.since))}" if self.since else ""
+        return f"process {self.pid} on {self.name}{since}"
+
+
+def living_driver(store: RunStore) -> DriverRecord | None:
+    """The process that drives a run, unless it is this one, or on this host and dead."""
+    return _living(store.read(KEY).entries)
+
+
+def refuse_second_driver(other: DriverRecord, folder: Path) -> RunFolderError:
+    """The error for a process that would drive a run that another one drives."""
+    run = quote(str(folder))
+    if other.stopped:
+        way_on = f"kill -CONT {other.pid} (or fg in its terminal) continues it; shoal stop {run} ends the run"
+        return RunFolderError(f"the run is watched over already, by {other}, which is stopped", fix=way_on)
+    fix = f"shoal why, scale and stop {run} work from anywhere; shoal attach {run} when that process is gone"
+    return RunFolderError(f"the run is watched over already, by {other}", fix=fix)
+
+
+class DriverClaim:
+    """This process's claim to drive the run."""
+
+    def __init__(self, store: RunStore, folder: Path) -> None:
+        self._store, self._folder = store, folder
+        self._lease: int | None = None
+        self._since = time.time()
+
+    def take(self) -> None:
+        """Raises RunFolderError where another process drives the run."""
+        for _ in range(TRIES):
+            entries = self._store.read(KEY).entries
+            other = _living(entries)
+            if other is not None:
+                raise refuse_second_driver(other, self._folder)
+            if self._swap(entries):
+                return
+        raise RunFolderError(f"the record of who drives {self._folder} changes all the time", fix="shoal why shows who")
+
+    def keep(self) -> None:
+        """Renews the lease, or gets another: this process may have been stopped. Another driver keeps its own."""
+        if self._lease is not None and self._store.renew(self._lease):
+            return
+        entries = self._store.read(KEY).entries
+        if _living(entries) is None:
+            self._swap(entries)
+
+    def release(self) -> None:
+        if self._lease is not None:
+            self._store.revoke(self._lease)
+            self._lease = None
+
+    def _swap(self, entries: Mapping[str, StoreEntry]) -> bool:
+        pid = os.getpid()
+        record = DriverRecord(
+            pid=pid, began=start_ticks(pid) or "", host=host_identity(), name=socket.gethostname(), since=self._since
+        )
+        value, before = msgspec.json.encode(record), entries.get(KEY)
+        lease = self._store.grant(LEASE_SECONDS)
+        if self._store.swap(KEY, value, 0 if before is None else before.revision, lease) is None:
+            self._store.revoke(lease)
+            return False
+        self._lease = lease
+        self._store.put(PROCESS_KEY, value)
+        return True
+
+
+def _living(entries: Mapping[str, StoreEntry]) -> DriverRecord | None:
+    leased = KEY in entries
+    entry = entries.get(KEY) or entries.get(PROCESS_KEY)
+    found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
+    if found is None or found.pid == os.getpid():
+        return None
+    if not found.here:
+        return found if leased else None
+    return None if process_state(found.pid, found.began) is None else found
