@@ -7,6 +7,7 @@ this worker in the run's folder, and once the driver reads again it is told, bet
         └──► undelivered-0.0.3.jsonl ───────────────────┘
 """
 
+import os
 import socket
 import threading
 import time
@@ -137,7 +138,8 @@ class EventChannel:
             self.dropped += len(lines)
             return
         try:
-            with open(undelivered_file(self._folder, self._name, self._number), "ab") as file:
+            path = undelivered_file(self._folder, self._name, self._number)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as file:
                 file.write(b"".join(lines))
         except OSError:
             self.dropped += len(lines)
