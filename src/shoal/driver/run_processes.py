@@ -3,9 +3,10 @@
 import os
 import signal
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -73,8 +74,15 @@ class RunProcesses:
         self._log_tails.setdefault(worker.worker, LogTail(log)).reopen()
         self.start(self.hosts[worker.worker % len(self.hosts)], worker, log, self._cores(worker.worker))
 
-    def start(self, host: Host, process: WorkerId, log: Path, cores: Sequence[int] = ()) -> None:
-        environment = {**self._environment(process.worker), **host.variables, **self.variables}
+    def start(
+        self,
+        host: Host,
+        process: WorkerId,
+        log: Path,
+        cores: Sequence[int] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        environment = {**self._environment(process.worker), **host.variables, **self.variables, **variables}
         if self.keys is not None:
             environment |= self.keys.variables(*self._role_and_name(process))
         self.launcher.start(host, ProcessSpec(process=process, environment=environment, log=log, cores=cores))

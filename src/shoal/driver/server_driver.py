@@ -6,7 +6,6 @@ A process that is stopped, or whose lease has run out, is killed and started aga
 """
 
 import os
-import secrets
 import signal
 import time
 from collections.abc import Collection, Sequence
@@ -25,6 +24,7 @@ from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
+from shoal.paramserver.permissions import TOKEN_VARIABLE, role_token
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
@@ -39,6 +39,8 @@ from shoal.report.events import (
 )
 from shoal.report.human import plural
 from shoal.report.run_folder import RunFolder
+from shoal.transport.identity import Role
+from shoal.transport.key_folder import KEYS, SERVERS_KEY, kept_secret
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
 
@@ -68,6 +70,7 @@ class ServerSupervisor(WorkerSupervisor):
         self.lost_at: float | None = None  # when a worker was lost, until a further step is committed
         self.asked_to_end = False
         self.process_watch = ProcessWatch(self.config.failure.lease)
+        self.secret = kept_secret(recorder.folder.path / KEYS, SERVERS_KEY, make=True)  # the servers' own token
 
     def begin(self, workers: Collection[WorkerId]) -> None:
         for shard in range(self.launch.servers):
@@ -87,7 +90,7 @@ class ServerSupervisor(WorkerSupervisor):
     def _start_server(self, shard: int) -> None:
         incarnation = self.server_incarnations[shard] = self.server_incarnations.get(shard, -1) + 1
         process, log = WorkerId(self.launch.size + shard, incarnation), self.recorder.folder.server_log(shard)
-        self.processes.start(self.server_hosts[shard], process, log)
+        self.processes.start(self.server_hosts[shard], process, log, variables={TOKEN_VARIABLE: self.secret})
 
     def tick(self) -> None:
         """Ends processes that do not work, and asks the servers to end when no worker is left."""
@@ -237,6 +240,7 @@ class ServerRunDriver(RunDriver):
     workers find each other through the driver. A script's end with it: that run has no store."""
 
     supervisor_type = ServerSupervisor
+    supervisor: ServerSupervisor
 
     def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
         if launch.started.command == "run":
@@ -248,8 +252,10 @@ class ServerRunDriver(RunDriver):
         self.sockets = folder.path.absolute() / "servers"
         self.sockets.mkdir(exist_ok=True)
         self.addresses = server_addresses(self.sockets, hosts)
-        self.token = "" if all(host.address == LOOPBACK for host in hosts) else secrets.token_hex(16)
-        self.processes.variables = {"SHOAL_SERVERS": ",".join(self.addresses), "SHOAL_SERVERS_TOKEN": self.token}
+        secret = self.supervisor.secret
+        # A script's workers are clients of the user's own, and may do all; a job's have the rights of workers.
+        self.token = secret if launch.started.command == "run" else role_token(secret, Role.WORKER)
+        self.processes.variables = {"SHOAL_SERVERS": ",".join(self.addresses), TOKEN_VARIABLE: self.token}
 
     def run(self) -> dict[str, Any]:
         record = self.folder.path / DRIVER_PROCESS

@@ -9,6 +9,7 @@ passes those of the handshake on.
 """
 
 import random
+import secrets
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +24,12 @@ from shoal.paramserver.dispatcher import connect_local, token_proof
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
 from shoal.paramserver.messages import ChallengeReply, ClientId, HelloRequest, RefusedReply, ServerReply, WelcomeReply
+from shoal.paramserver.permissions import FIRST_VIEWER, role_of_token
 from shoal.paramserver.session import PendingRequest, ShardSession
+from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import REQUEST, Frame, FrameLimits
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport, dial
+from shoal.transport.identity import Role
 from shoal.transport.shm_ring import RingBlock
 
 DIAL_SECONDS = 2.0
@@ -120,6 +124,7 @@ class ConnectionOptions:
     notify: Callable[[ClientNotice], None] | None
     shared_memory: bool
     limits: FrameLimits | None
+    credentials: Credentials | None = None
 
 
 class ShardLinks:
@@ -127,7 +132,9 @@ class ShardLinks:
 
     def __init__(self, addresses: Sequence[Any], options: ConnectionOptions) -> None:
         self.links = [ShardLink(address) for address in addresses]
-        self.client = ClientId(options.worker)
+        self._role = role_of_token(options.token or "")
+        viewer = self._role == Role.VIEWER or (not options.token and _is_viewer(options.credentials))
+        self.client = ClientId(FIRST_VIEWER + secrets.randbits(30) if viewer else options.worker)
         self.generation = 0
         self.timeout = options.timeout
         self.lost_writes = 0
@@ -136,6 +143,7 @@ class ShardLinks:
         self.by_descriptor: dict[int, ShardLink] = {}
         self.disconnected: set[ShardLink] = set(self.links)
         self._token = options.token.encode() if options.token else b""
+        self._credentials = options.credentials
         self._notify = options.notify or (lambda notice: None)
         self._shared_memory = options.shared_memory
         self.limits = options.limits or FrameLimits()
@@ -177,7 +185,7 @@ class ShardLinks:
         link.next_try = now + _pause(link.tries)
         try:
             if isinstance(link.target, str):
-                link.transport = transport = dial(link.target, min(DIAL_SECONDS, self.timeout))
+                link.transport = transport = dial(link.target, min(DIAL_SECONDS, self.timeout), self._credentials)
                 transport.limits = self.limits
                 self.by_descriptor[transport.fileno()] = link
                 self.poll.register(transport.fileno(), select.POLLIN)
@@ -212,14 +220,16 @@ class ShardLinks:
         transport, challenge, client = link.transport, link.challenge, self.client
         if transport is None or challenge is None or link.state < CHALLENGED or (link.shard and not client.incarnation):
             return
-        if challenge.needs_token and not self._token:
+        named = type(transport) is SocketTransport and transport.peer is not None  # and so is this end
+        if challenge.needs_token and not self._token and not named:
             reason = f"{link.address} needs a token, and this client has none"
             self._fail_link(link, InputError(reason, fix="token=…, as on the server"))
             return
         link.state = HELLO_SENT
-        proof = token_proof(self._token, challenge.nonce) if challenge.needs_token else b""
+        proof = token_proof(self._token, challenge.nonce) if challenge.needs_token and self._token else b""
         shared = self._shared_memory and type(transport) is SocketTransport and transport.local
-        hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes)
+        role = self._role if proof else ""
+        hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes, role)
         if type(transport) is SocketTransport:
             transport.accepts_descriptors = shared
         meta = messages.encode(hello)
@@ -318,6 +328,10 @@ class ShardLinks:
             sent.future.fail(error)
         if (sent.future is None or sent.future.unobserved) and self.unseen_error is None:
             self.unseen_error = error
+
+
+def _is_viewer(credentials: Credentials | None) -> bool:
+    return credentials is not None and credentials.role == Role.VIEWER
 
 
 def _pause(tries: int) -> float:

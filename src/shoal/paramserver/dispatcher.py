@@ -1,4 +1,4 @@
-"""Between connections and a shard: checks the token, passes requests on, routes replies. Has no socket and no clock.
+"""Between connections and a shard: checks token and role, passes requests on, routes replies. No socket, no clock.
 
 The server's event loop (server.py) and clients within the same process share this code. A newer connection of a client
 replaces its older one. Replies to a client that is not connected are dropped: the shard can answer again.
@@ -16,13 +16,15 @@ from weakref import WeakKeyDictionary
 import msgspec
 from torch import Tensor
 
-from shoal.errors import ShoalError
-from shoal.paramserver import messages
+from shoal.errors import InputError, ShoalError
+from shoal.paramserver import messages, permissions
 from shoal.paramserver.local_transport import LocalReplyTransport, LocalTransport
 from shoal.paramserver.messages import ClientId, HelloRequest, RefusedReply, ServerReply, ServerRequest, WelcomeReply
 from shoal.paramserver.replies import ShardReply
+from shoal.transport.credentials import SHARED_RUN
 from shoal.transport.frame_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
 from shoal.transport.frame_socket import ConnectionLost, FrameTransport, SocketTransport
+from shoal.transport.identity import PeerIdentity, Role
 
 REASONS_KEPT = 100
 NONCE_BYTES = 32
@@ -56,6 +58,7 @@ class ClientConnection:
         self.transport, self.name = transport, name
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.client: ClientId | None = None
+        self.role = Role.VIEWER  # proved by the hello
         self.close_reason = ""  # empty: open
         self.descriptor = -1  # in the server's poll
 
@@ -66,7 +69,7 @@ class RequestDispatcher:
     ) -> None:
         self.shard = shard
         self.limits = limits or FrameLimits()
-        self._token = token.encode() if token else b""
+        self._token = token or ""
         self._ring_bytes = ring_bytes
         self.connections: dict[ClientId, ClientConnection] = {}
         self.close_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # the latest
@@ -99,6 +102,7 @@ class RequestDispatcher:
         if frame.worker != client.worker or frame.incarnation != client.incarnation:
             sender = f"worker {frame.worker}, incarnation {frame.incarnation:x}"
             raise BadFrame(f"a frame of {sender} came on the connection of worker {client.worker}")
+        request = permissions.permitted(connection.role, request)
         try:
             replies = self.shard.handle(client, frame.tag, frame.sequence, frame.generation, request, frame.tensors)
         except ShoalError as error:
@@ -133,10 +137,10 @@ class RequestDispatcher:
             self.send_replies(self.shard.on_disconnect(connection.client))
 
     def _on_hello(self, connection: ClientConnection, tag: int, hello: HelloRequest) -> None:
-        if self._token and not hmac.compare_digest(hello.proof, token_proof(self._token, connection.nonce)):
-            what = "a wrong token" if hello.proof else "no token"
-            reason = f"worker {hello.worker} came with {what}: this server needs the right one"
-            self.close_connection(connection, "refused", reason)
+        try:
+            connection.role = self._proved_role(connection, hello)
+        except InputError as error:
+            self.close_connection(connection, "refused", error.message)
             return
         reply = self.shard.on_hello(msgspec.structs.replace(hello, proof=b""))
         if not isinstance(reply, WelcomeReply):
@@ -153,6 +157,26 @@ class RequestDispatcher:
             self.close_connection(self.connections[other], "replaced", "a newer process of the same worker came")
         self._send_welcome(connection, hello, self._frame(client, tag, reply))
         self.send_replies(self.shard.take_replies())
+
+    def _proved_role(self, connection: ClientConnection, hello: HelloRequest) -> Role:
+        """By the token, else by the certificate. Raises InputError for a client that proves nothing."""
+        peer = connection.transport.peer if isinstance(connection.transport, SocketTransport) else None
+        if self._token and (hello.proof or peer is None):
+            token = permissions.token_of(self._token, hello.role)
+            if not hmac.compare_digest(hello.proof, token_proof(token.encode(), connection.nonce)):
+                what = "a wrong token" if hello.proof else "no token"
+                raise InputError(f"worker {hello.worker} came with {what}: this server needs the right one")
+            role = Role(hello.role) if hello.role else Role.ADMIN
+        else:
+            # Who has a shared secret makes certificates of any role.
+            role = Role.ADMIN if peer is None or peer.run == SHARED_RUN else peer.role
+        if role not in permissions.MAY_SEND[HelloRequest]:
+            raise InputError(f"a {role} is nobody's client: {peer or hello.worker}")
+        if (role == Role.VIEWER) != (hello.worker >= permissions.FIRST_VIEWER):
+            raise InputError(f"a {role} came with the number {hello.worker}; viewers, and they alone, have large ones")
+        if peer is not None and not _may_be(peer, role, hello.worker):
+            raise InputError(f"{peer} came as worker {hello.worker}")
+        return role
 
     def _send_welcome(self, connection: ClientConnection, hello: HelloRequest, frame: Frame) -> None:
         transport = connection.transport
@@ -190,6 +214,13 @@ class RequestDispatcher:
 def token_proof(token: bytes, nonce: bytes) -> bytes:
     """Shows that the client knows the token."""
     return hmac.digest(token, nonce, "sha256")
+
+
+def _may_be(peer: PeerIdentity, role: Role, worker: int) -> bool:
+    """A certificate of a run names its worker ("3.1"), which cannot speak for another."""
+    number, dot, incarnation = peer.name.partition(".")
+    named = peer.role == Role.WORKER and bool(dot) and number.isdigit() and incarnation.isdigit()
+    return role != Role.WORKER or not named or int(number) == worker
 
 
 # -- within one process ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.errors import InputError
 from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.client import ParameterClient
+from shoal.paramserver.permissions import TOKEN_VARIABLE
 
 
 class LocalServers:
@@ -131,7 +132,7 @@ def connect(
     addresses: Sequence[str] | str | None = None, worker: int | None = None, **settings: Any
 ) -> ParameterClient:
     """Connects to servers. Defaults come from the environment: SHOAL_SERVERS (addresses, separated by commas),
-    SHOAL_TOKEN, and RANK for the worker's number."""
+    SHOAL_SERVERS_TOKEN or SHOAL_TOKEN, and RANK for the worker's number."""
     if addresses is None:
         addresses = os.environ.get("SHOAL_SERVERS", "")
     if isinstance(addresses, str):
@@ -143,5 +144,6 @@ def connect(
         if not (rank.isascii() and rank.isdigit()):
             raise InputError(f"RANK is {rank!r}, which is not a worker's number", fix="RANK=0, or worker=0")
         worker = int(rank)
-    settings.setdefault("token", os.environ.get("SHOAL_TOKEN") or None)
+    given = os.environ.get(TOKEN_VARIABLE) or os.environ.get("SHOAL_TOKEN")
+    settings.setdefault("token", given or None)
     return ParameterClient(addresses, worker=worker, **settings)

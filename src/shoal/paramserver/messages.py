@@ -71,9 +71,10 @@ class HelloRequest(ServerRequest, frozen=True):
 
     worker: int
     incarnation: int = 0  # 0: the server grants one (shard 0 only)
-    proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token
+    proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token of the role
     shared_memory: bool = False  # this process runs on the server's host and accepts shared memory
     ring_bytes: int = 0  # requested ring size each way; 0: the server's default
+    role: str = ""  # whose token it is (permissions.py); empty: the servers' own
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
@@ -88,11 +89,13 @@ class DeclareRequest(ServerRequest, frozen=True):
 
 class PutRequest(ServerRequest, frozen=True):
     """Sets values. `fill`: sets only keys without values; a table is ready when all its keys have values.
-    `state`: the optimizer's state, as in `TableStateReply`."""
+    `state`: the optimizer's state, as in `TableStateReply`. `guarded`: refused where it would change a table with an
+    optimizer, other than by `fill`; the server sets it for clients that are workers (permissions.py)."""
 
     slices: list[TableSlice]
     fill: bool = False
     state: dict[str, Any] | None = None
+    guarded: bool = False
 
 
 class PushRequest(ServerRequest, frozen=True):
@@ -128,6 +131,7 @@ class ApplyRequest(ServerRequest, frozen=True):
     snapshot: bool = False  # write a snapshot of the result
     pull: bool = True  # reply with dense values
     put: list[TableSlice] = []  # values to set with the step (buffers); their tensors come along
+    guarded: bool = False  # as in `PutRequest`
 
 
 class BarrierRequest(ServerRequest, frozen=True):

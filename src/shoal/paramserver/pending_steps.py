@@ -41,7 +41,7 @@ class PendingSteps:
     def add_values(self, request: ApplyRequest, tensors: Sequence[Tensor]) -> None:
         """Holds the values that come with an Apply; the first ones of a step count."""
         if request.put and request.step not in self.puts:
-            put = PutRequest(request.put)
+            put = PutRequest(request.put, guarded=request.guarded)
             self._tables.check_put(put, tensors)
             self.puts[request.step] = put, [tensor.clone() for tensor in tensors]
 

@@ -34,6 +34,7 @@ from shoal.paramserver.local_transport import LocalTransport
 from shoal.paramserver.messages import WRITES, ClientId, PushRequest, RefusedReply, ServerRequest, StatusRequest
 from shoal.paramserver.spin_wait import SpinWait
 from shoal.transport.addresses import read_address
+from shoal.transport.credentials import Credentials, credentials_from_environment
 from shoal.transport.frame_format import REPLY, BadFrame, Frame, FrameLimits, body_bytes, copy_into, padded, split_body
 from shoal.transport.frame_socket import MIN_SHARED_BYTES, ConnectionLost, SocketTransport
 from shoal.transport.shm_ring import RingBlock
@@ -59,7 +60,9 @@ class AwaitedReply:
 
 class RequestClient:
     """`addresses`: one for each shard, in any order; a `ParameterShard` itself is served within this process.
-    `timeout`: seconds that a server may be unreachable. `compress`: of pushes, as --compress. `notify` gets notices."""
+    `token`: the servers' own, or that of a role (`role_token`). `credentials`: for tcp://, by default those of the
+    environment. `timeout`: seconds that a server may be unreachable. `compress`: of pushes, as --compress. `notify`
+    gets notices."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class RequestClient:
         *,
         worker: int = 0,
         token: str | None = None,
+        credentials: Credentials | None = None,
         timeout: float = 60.0,
         compress: str = "",
         notify: Callable[[ClientNotice], None] | None = None,
@@ -80,10 +84,10 @@ class RequestClient:
             from shoal.collectives.compression import parse_compressor
 
             self.compressor = parse_compressor(compress, f"compress={compress!r}")
-        for address in addresses:
-            if isinstance(address, str):
-                read_address(address)
-        options = ConnectionOptions(worker, token, timeout, notify, shared_memory, limits)
+        kinds = {read_address(address)[0] for address in addresses if isinstance(address, str)}
+        if credentials is None and "tcp" in kinds:
+            credentials = credentials_from_environment()
+        options = ConnectionOptions(worker, token, timeout, notify, shared_memory, limits, credentials)
         self._connections = ShardLinks(addresses, options)
         self._links = self._connections.links
         self.timeout = timeout

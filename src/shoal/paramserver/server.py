@@ -16,10 +16,14 @@ from typing import Any
 
 from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
+from shoal.paramserver.messages import HelloRequest
+from shoal.paramserver.permissions import MAY_SEND
 from shoal.paramserver.spin_wait import SpinWait
 from shoal.transport.addresses import listen, read_address
+from shoal.transport.credentials import Credentials, credentials_from_environment
 from shoal.transport.frame_format import BadFrame, FrameLimits
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport
+from shoal.transport.secure_socket import secure
 from shoal.transport.shm_ring import RING_BYTES
 
 POLL_SECONDS = 0.1  # longest wait for an event
@@ -31,8 +35,9 @@ MMAP_BYTES = 1 << 20
 
 
 class ParameterServer:
-    """Serves one shard. `addresses`: "unix:PATH", "tcp://HOST:PORT" (port 0: any); without a token only addresses that
-    other machines cannot reach. `snapshot_seconds`: between snapshots; None: only on request."""
+    """Serves one shard. `addresses`: "unix:PATH", "tcp://HOST:PORT" (port 0: any); only such as other machines cannot
+    reach, unless there are credentials (by default those of the environment). `token`: the right to everything; each
+    role has one that follows from it (permissions.py). `snapshot_seconds`: between snapshots; None: only on request."""
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class ParameterServer:
         addresses: Sequence[str],
         *,
         token: str | None = None,
+        credentials: Credentials | None = None,
         snapshots: Any = None,
         snapshot_seconds: float | None = None,
         limits: FrameLimits | None = None,
@@ -51,11 +57,15 @@ class ParameterServer:
         self.close_reasons, self.close_counts = self.dispatcher.close_reasons, self.dispatcher.close_counts
         self.snapshots, self.snapshot_seconds = snapshots, snapshot_seconds
         self.max_unsent_bytes = max_unsent_bytes
+        if credentials is None and any(read_address(address)[0] == "tcp" for address in addresses):
+            credentials = credentials_from_environment()
+        self.credentials = credentials  # for tcp://
         self.addresses: list[str] = []
         self._listeners: dict[int, socket.socket] = {}
         self._paths: list[tuple[Path, int]] = []  # files of unix sockets, with their inodes
         self._connections: dict[int, ClientConnection] = {}
         self._unidentified: dict[ClientConnection, float] = {}  # connections without a hello, since when
+        self._handshaking: set[ClientConnection] = set()  # connections whose peer is not known yet
         self._readable: deque[ClientConnection] = deque()  # connections with buffered bytes
         self._poll = select.epoll()
         self._snapshot_writer: _SnapshotWriter | None = None
@@ -65,7 +75,7 @@ class ParameterServer:
         self._cores = len(os.sched_getaffinity(0))
         try:
             for address in addresses:
-                listener, found = listen(address, token)
+                listener, found = listen(address, credentials)
                 self._listeners[listener.fileno()] = listener
                 self._poll.register(listener.fileno(), select.EPOLLIN)
                 self.addresses.append(found)
@@ -133,17 +143,40 @@ class ParameterServer:
         except OSError:
             return
         name = f"{peer[0]}:{peer[1]}" if peer else "this host"
-        connection = ClientConnection(SocketTransport(accepted, copies=True), name)
-        connection.descriptor = accepted.fileno()
+        own = self.credentials if accepted.family != socket.AF_UNIX else None
+        secured = secure(accepted, own, server_side=True, roles=MAY_SEND[HelloRequest])
+        connection = ClientConnection(SocketTransport(secured, copies=True), name)
+        connection.descriptor = secured.fileno()
         self._connections[connection.descriptor] = connection
         self._unidentified[connection] = time.monotonic()
         self._poll.register(connection.descriptor, select.EPOLLIN)
+        if own is None:
+            self.dispatcher.send_challenge(connection)
+        else:
+            self._handshaking.add(connection)
+        self._update_polling()
+
+    def _shake_hands(self, connection: ClientConnection) -> bool:
+        """Goes on with TLS. Returns whether it is over; only then does the server say something."""
+        assert isinstance(connection.transport, SocketTransport)
+        try:
+            if not connection.transport.establish():
+                return False
+        except ConnectionLost as error:
+            self._handshaking.discard(connection)
+            self.dispatcher.close_connection(connection, "stranger", str(error))
+            self._update_polling()
+            return False
+        self._handshaking.discard(connection)
         self.dispatcher.send_challenge(connection)
         self._update_polling()
+        return True
 
     def _read(self, connection: ClientConnection) -> None:
         transport, shard, dispatcher = connection.transport, self.shard, self.dispatcher
         assert isinstance(transport, SocketTransport)
+        if connection in self._handshaking and not self._shake_hands(connection):
+            return
         try:
             for _ in range(FRAMES_PER_TURN):
                 if transport.unsent_bytes >= self.max_unsent_bytes:  # `_update_polling` resumes it
@@ -187,6 +220,7 @@ class ParameterServer:
             assert isinstance(transport, SocketTransport)
             if connection.close_reason:
                 self._unidentified.pop(connection, None)
+                self._handshaking.discard(connection)
                 if self._connections.get(descriptor) is connection:
                     del self._connections[descriptor]  # closing removed it from the poll
                 continue

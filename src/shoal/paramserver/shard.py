@@ -22,6 +22,7 @@ from shoal.paramserver import messages
 from shoal.paramserver.dense_table import OptimizerFactory
 from shoal.paramserver.messages import AckReply, AnyReply, ClientId, LateReply, RefusedReply, ValuesReply
 from shoal.paramserver.pending_steps import PendingSteps
+from shoal.paramserver.permissions import FIRST_VIEWER, ForbiddenRequest
 from shoal.paramserver.reduce import Gradients, copy_gradients
 from shoal.paramserver.replies import CoordinatorReply, ReplyAddress, ShardReply
 from shoal.paramserver.request_checks import RequestRefused
@@ -75,6 +76,9 @@ class ParameterShard(RequestSequencer):
 
     # -- connections --------------------------------------------------------------------------------------------------
 
+    def _forbidden(self, address: ReplyAddress, request: ForbiddenRequest, tensors: Tensors) -> HandlerResult:
+        raise RequestRefused("role", request.reason, "a token or certificate of such a role")
+
     def on_hello(self, hello: messages.HelloRequest) -> messages.WelcomeReply | RefusedReply:
         worker, incarnation = hello.worker, hello.incarnation
         if not incarnation:
@@ -86,7 +90,7 @@ class ParameterShard(RequestSequencer):
             record = self._record(ClientId(worker, incarnation))
         except RequestRefused as error:
             return error.reply
-        if self.coordinator is not None:
+        if self.coordinator is not None and worker < FIRST_VIEWER:
             self._queue_replies(self.coordinator.on_connect(worker, incarnation))
         return messages.WelcomeReply(
             shard=self.shard,
@@ -102,7 +106,9 @@ class ParameterShard(RequestSequencer):
 
     def on_disconnect(self, client: ClientId) -> list[ShardReply]:
         record = self._records.get(client.worker)
-        if self.coordinator is not None and record is not None and record.incarnation == client.incarnation:
+        if client.worker >= FIRST_VIEWER:
+            self._records.pop(client.worker, None)
+        elif self.coordinator is not None and record is not None and record.incarnation == client.incarnation:
             self._queue_replies(self.coordinator.on_disconnect(client.worker))
         return self.take_replies()
 
@@ -497,6 +503,7 @@ class ParameterShard(RequestSequencer):
 
 
 _HANDLERS: dict[type, Callable[[Any, ReplyAddress, Any, Tensors], HandlerResult]] = {
+    ForbiddenRequest: ParameterShard._forbidden,
     messages.DeclareRequest: ParameterShard._declare,
     messages.PutRequest: ParameterShard._put,
     messages.PushRequest: ParameterShard._push,

@@ -78,6 +78,7 @@ class ShardTables:
                 reason = f"rows of table {slice_.table!r} cannot be put: they are created from their seed"
                 raise RequestRefused("sparse", reason, "push gradients to them, or put the table's state")
             table = self._dense(slice_.table)
+            _check_guarded(request, slice_.table, table.spec.optimizer)
             keys = self._keys(slice_, table)
             laid = table.layout(keys).flat
             flats = request_checks.pop_tensors(left, len(laid.dtypes), slice_)
@@ -104,10 +105,12 @@ class ShardTables:
             reason = f"table {name!r}: {len(names)} tensors of state are named, and {len(tensors)} came"
             raise RequestRefused("shape", reason)
         if name in self.sparse:
+            _check_guarded(request, name, self.sparse[name].spec.optimizer)
             if not (request.fill and self.sparse[name].num_rows):
                 self._put_rows(self.sparse[name], dict(zip(names, tensors, strict=True)))
             return
         table = self._dense(name)
+        _check_guarded(request, name, table.spec.optimizer)
         shapes = {rows.name: tuple(each.shape) for rows, each in zip(table.ranges, table.parameters, strict=True)}
         for each, tensor in zip(names, tensors, strict=True):
             mine = shapes.get(each.partition("\t")[0])
@@ -342,3 +345,10 @@ class ShardTables:
             if name not in self.sparse:
                 self._make(name, msgspec.convert(kept["spec"], SparseSpec))
             self.sparse[name].restore(kept["rows"])
+
+
+def _check_guarded(request: PutRequest, table: str, optimizer: str) -> None:
+    """A worker sets the first values of a trained table, and no others."""
+    if request.guarded and not request.fill and optimizer != "none":
+        reason = f"a worker may not set values of table {table!r}: its optimizer does that"
+        raise RequestRefused("role", reason, "push gradients; the servers' own token, or role admin, may set values")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
+from shoal.transport.credentials import Credentials
+from shoal.transport.identity import PeerRefused
 
 
 def read_address(text: str) -> tuple[str, Any]:
@@ -26,13 +28,15 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def listen(text: str, token: str | None) -> tuple[socket.socket, str]:
+def listen(text: str, credentials: Credentials | None) -> tuple[socket.socket, str]:
     """Returns a listening socket and its address, with the port that the system chose for port 0."""
     kind, place = read_address(text)
-    if kind == "tcp" and not token and not is_loopback(place[0]):
+    if kind == "tcp" and credentials is None and not is_loopback(place[0]):
         raise InputError(
-            f"{text} can be reached from other machines, and there is no token: anyone could change the model",
-            fix="token=… on servers and workers, or tcp://127.0.0.1",
+            f"{text} can be reached from other machines, and there are no credentials: anyone there could read what is "
+            "sent, and change the model",
+            fix="shoal keys new FILE, a copy of FILE on each host, and SHOAL_SECRET_FILE=FILE for servers and workers; "
+            "or tcp://127.0.0.1",
         )
     try:
         listener = _bind_unix(place) if kind == "unix" else _bind_tcp(*place)
@@ -111,6 +115,8 @@ def socket_error_text(error: OSError) -> str:
         return "the host's name is unknown"
     if isinstance(error, TimeoutError):
         return "no answer"
+    if isinstance(error, PeerRefused):
+        return str(error)
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
         return "it closed the connection"
     if error.errno == errno.ENOENT:

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from shoal.transport import frame_format
 from shoal.transport.addresses import connect_socket, socket_error_text
+from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import ALIGN, IN_SHARED_MEMORY, BadFrame, Frame, FrameHeader, FrameLimits, FrameTensor
-from shoal.transport.secure_socket import Connection, TlsSocket
+from shoal.transport.identity import PeerIdentity, Role
+from shoal.transport.secure_socket import Connection, TlsSocket, handshake, secure
 from shoal.transport.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
 
 MIN_SHARED_BYTES = 4096  # smaller bodies go through the socket
@@ -325,6 +327,23 @@ class SocketTransport:
         self._inbox[: len(here)] = here
         self._start, self._end = 0, len(here)
 
+    @property
+    def peer(self) -> PeerIdentity | None:
+        """Whom the certificate at the other end names; None: there is none, or the handshake is not over."""
+        return self._socket.peer if isinstance(self._socket, TlsSocket) else None
+
+    def establish(self) -> bool:
+        """Goes on with the handshake of TLS. Returns whether it is over; raises `ConnectionLost` for a stranger."""
+        if not isinstance(self._socket, TlsSocket):
+            return True
+        try:
+            self._socket.establish()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(socket_error_text(error)) from None
+        return True
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -352,11 +371,19 @@ def _make_frame(header: FrameHeader, meta: bytes, tensors: Sequence[Tensor]) -> 
     )
 
 
-def dial(text: str, timeout: float) -> SocketTransport:
-    """Connects to an address, or raises `ConnectionLost`."""
+def dial(text: str, timeout: float, credentials: Credentials | None = None) -> SocketTransport:
+    """Connects to an address, or raises `ConnectionLost`. With credentials, tcp:// goes through TLS."""
     try:
-        transport = SocketTransport(connect_socket(text, timeout))
+        connection = connect_socket(text, timeout)
     except OSError as error:
+        raise ConnectionLost(socket_error_text(error)) from None
+    own = credentials if connection.family != socket.AF_UNIX else None
+    secured = secure(connection, own, server_side=False, roles=(Role.SERVER, Role.WORKER))
+    try:
+        handshake(secured, timeout)
+        transport = SocketTransport(secured)
+    except OSError as error:
+        secured.close()
         raise ConnectionLost(socket_error_text(error)) from None
     transport.accepts_descriptors = transport.local
     return transport

@@ -6,10 +6,12 @@ RUN/keys/                  0700, each file 0600
     worker-0.1.json        credentials of one process: worker 0, incarnation 1
     issued.jsonl           a line for each certificate: whose, and until when; no keys
     revoked                serial numbers that nobody accepts any more
+    servers.key            the token of the parameter servers
     manifest.key           signs the manifests of checkpoints (recovery/checkpoint/signature.py)
 """
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from shoal.transport.secret_files import make_private_folder, read_secret, write
 KEYS = "keys"  # in the run's folder
 NEXT = "next.pem"
 ISSUED = "issued.jsonl"
+SERVERS_KEY, MANIFEST_KEY = "servers.key", "manifest.key"
 
 
 class IssuedCertificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +133,10 @@ class KeyFolder:
             )
 
 
-def manifest_key(path: Path, *, make: bool = False) -> str:
-    """The key that signs a run's checkpoints, from its folder `keys`; empty: it has none. `make`: a new run's."""
-    file = path / "manifest.key"
+def kept_secret(path: Path, name: str, *, make: bool) -> str:
+    """A secret of a run's folder `keys`; empty: it has none, and `make` is not asked for."""
+    file = path / name
     if make and not file.exists():
         make_private_folder(path)
-        write_secret(file, os.urandom(32).hex() + "\n")
-    return read_secret(file, "the key that signs checkpoints").strip() if file.exists() else ""
+        write_secret(file, secrets.token_hex(32) + "\n")
+    return read_secret(file, "a secret of the run").strip() if file.exists() else ""

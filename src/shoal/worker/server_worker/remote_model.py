@@ -98,7 +98,7 @@ class RemoteModel:
         """Sends a shard its rows of an optimizer's state."""
         found, tensors = slice_state(optimizer, scheduler, self.built.update.optimizer_params, self.model_table, shard)
         state = {"table": MODEL, "names": found.names} | found.values
-        self.client.request(shard, PutRequest([], state=state), tensors).wait()
+        self.client.request(shard, PutRequest([], fill=True, state=state), tensors).wait()  # the values follow
 
     def fetch_optimizer_state(self, optimizer: Optimizer, scheduler: Any) -> None:
         """Gathers the state of the servers' optimizer, which has it row by row."""

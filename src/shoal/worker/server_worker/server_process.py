@@ -13,6 +13,7 @@ from shoal.job.job import Job
 from shoal.numerics import kernels
 from shoal.parallel.plan import Plan
 from shoal.paramserver.lease_queue import EVALUATE, SAVE
+from shoal.paramserver.permissions import TOKEN_VARIABLE
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.snapshot import SnapshotFolder
@@ -74,7 +75,7 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
     kept = snapshots.newest() if context.incarnation else None
     if kept is not None:
         shard.restore(kept)
-    number, token = shard.shard, context.token or None
+    number, token = shard.shard, os.environ.get(TOKEN_VARIABLE)
     address = [context.servers[number]]
     server = ParameterServer(shard, address, token=token, snapshots=snapshots, snapshot_seconds=interval)
     started = ServerStarted(

@@ -1,0 +1,218 @@
+"""Who may send what to a parameter server, by token on one host and by certificate between hosts."""
+
+import socket
+import threading
+import time
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.shards import spec_of, values_of
+from shoal.errors import InputError
+from shoal.paramserver import messages
+from shoal.paramserver.client import ParameterClient, RefusedError, ServerUnreachable
+from shoal.paramserver.messages import (
+    AckReply,
+    ApplyRequest,
+    EndRequest,
+    PullRequest,
+    PutRequest,
+    ServerRequest,
+    SnapshotRequest,
+    StatsRequest,
+    StatusRequest,
+    TableSlice,
+    TaskRequest,
+)
+from shoal.paramserver.permissions import MAY_SEND, ForbiddenRequest, permitted, role_of_token, role_token, token_of
+from shoal.paramserver.server import ParameterServer
+from shoal.paramserver.shard import ParameterShard
+from shoal.transport.authority import RunAuthority
+from shoal.transport.credentials import Credentials, self_issued
+from shoal.transport.identity import Role
+
+TOKEN = "the servers' own"
+SHARED = "a secret of thirty-two characters or more"
+SPEC = spec_of("sgd", {"w": [4]}, lr=1.0)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_says_who_may_send_it() -> None:
+    assert set(MAY_SEND) == set(typing.get_args(messages.AnyRequest))
+    assert all(roles and Role.DRIVER in roles and Role.ADMIN in roles for roles in MAY_SEND.values())
+
+
+def test_a_viewer_only_reads() -> None:
+    may = {kind for kind, roles in MAY_SEND.items() if Role.VIEWER in roles}
+    assert not may & set(messages.WRITES)
+    assert SnapshotRequest not in may, "it writes to the disk"
+    assert {StatsRequest, StatusRequest, PullRequest} <= may
+
+
+def test_servers_and_stores_are_nobodys_clients() -> None:
+    for role in (Role.SERVER, Role.STORE):
+        assert all(role not in roles for roles in MAY_SEND.values())
+        assert isinstance(permitted(role, StatusRequest()), ForbiddenRequest)
+
+
+def test_a_message_that_the_table_does_not_know_is_forbidden_to_all() -> None:
+    class SurpriseRequest(ServerRequest, frozen=True):
+        pass
+
+    assert all(isinstance(permitted(role, SurpriseRequest()), ForbiddenRequest) for role in Role)
+
+
+def test_what_a_worker_sets_is_guarded_whatever_it_says() -> None:
+    for request in (PutRequest([]), ApplyRequest(0, 1, [(0, 1)])):
+        assert permitted(Role.WORKER, request).guarded  # type: ignore[attr-defined]
+        assert permitted(Role.ADMIN, request) is request
+
+
+def test_tokens_of_roles_follow_from_the_servers_and_not_from_each_other() -> None:
+    tokens = {role: role_token(TOKEN, role) for role in Role}
+    assert len(set(tokens.values())) == len(Role) and all(TOKEN not in token for token in tokens.values())
+    assert {role_of_token(token) for token in tokens.values()} == set(Role)
+    assert role_of_token(TOKEN) == role_of_token("worker:short") == role_of_token("") == ""
+    assert token_of(TOKEN, "viewer") == tokens[Role.VIEWER] and token_of(TOKEN, "") == TOKEN
+    with pytest.raises(InputError, match="is no role"):
+        token_of(TOKEN, "king")
+
+
+# -- over a socket ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(address: str, **more: object) -> Iterator[ParameterServer]:
+    server = ParameterServer(ParameterShard(), [address], **more)  # type: ignore[arg-type]
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: server.serve(done.is_set))
+    thread.start()
+    try:
+        yield server
+    finally:
+        done.set()
+        thread.join()
+        server.close()
+
+
+def refused_code(client: ParameterClient, request: ServerRequest, *tensors: torch.Tensor) -> str:
+    try:
+        client.request(0, request, list(tensors)).wait()
+    except RefusedError as error:
+        return error.code
+    return ""
+
+
+def check_roles(admin: ParameterClient, worker: ParameterClient, viewer: ParameterClient) -> None:
+    """Each does what its role permits; a refusal costs nothing else."""
+    table = worker.dense("model", {"w": torch.ones(4)}, spec=SPEC)
+    over = PutRequest([TableSlice("model")])
+    assert refused_code(worker, over, torch.zeros(4)) == "role"
+    assert refused_code(worker, PutRequest([], state={"table": "model", "names": []})) == "role"
+    assert refused_code(worker, TaskRequest("save")) == "role"
+    assert table.push({"w": torch.full((4,), 0.5)}).wait() == 1, "its next write has the next number"
+    assert refused_code(worker, over, torch.zeros(4)) == "role"
+    # A table that is only put (buffers) is a worker's to set.
+    buffers = worker.dense("buffers", {"b": torch.ones(2)}, optimizer="none")
+    buffers.put({"b": torch.zeros(2)}).wait()
+    for request in (over, EndRequest("enough"), SnapshotRequest(), messages.DeclareRequest("more", SPEC)):
+        assert refused_code(viewer, request, *([torch.zeros(4)] if request is over else [])) == "role"
+    reply, tensors = viewer.request(0, PullRequest([TableSlice("model")])).wait()
+    assert reply.version == 1 and tensors[0][:4].tolist() == [0.5] * 4
+    assert viewer.request(0, StatsRequest()).wait()[0].refused["role"] >= 8
+    assert admin.request(0, over, [torch.full((64,), 7.0)]).wait()[0] == AckReply(1)
+    assert worker.request(0, StatusRequest()).wait()[0].version == 1, "the viewer has not taken its place"
+
+
+def test_roles_by_token(tmp_path: Path) -> None:
+    with serving(f"unix:{tmp_path / 's'}", token=TOKEN) as server:
+        with (
+            ParameterClient(server.addresses, worker=1, token=TOKEN) as admin,
+            ParameterClient(server.addresses, token=role_token(TOKEN, Role.WORKER)) as worker,
+            ParameterClient(server.addresses, token=role_token(TOKEN, Role.VIEWER)) as viewer,
+        ):
+            check_roles(admin, worker, viewer)
+        forged = Role.ADMIN + role_token(TOKEN, Role.WORKER).removeprefix("worker")
+        with pytest.raises(RefusedError, match="a wrong token"):
+            ParameterClient(server.addresses, token=forged)
+        with pytest.raises(RefusedError, match="nobody's client"):
+            ParameterClient(server.addresses, token=role_token(TOKEN, Role.STORE))
+
+
+def test_roles_by_certificate() -> None:
+    authority = RunAuthority.new("7f3a")
+    issue = authority.issue
+    with serving("tcp://0.0.0.0:0", credentials=issue(Role.SERVER, "0.0")) as server:
+        here = [server.addresses[0].replace("0.0.0.0", "127.0.0.1")]
+        with (
+            ParameterClient(here, worker=9, credentials=issue(Role.ADMIN, "me")) as admin,
+            ParameterClient(here, worker=0, credentials=issue(Role.WORKER, "0.0")) as worker,
+            ParameterClient(here, credentials=issue(Role.VIEWER, "eve")) as viewer,
+        ):
+            check_roles(admin, worker, viewer)
+            with pytest.raises(RefusedError, match=r"worker 3\.0 of run 7f3a came as worker 0"):
+                ParameterClient(here, worker=0, credentials=issue(Role.WORKER, "3.0"))
+        large = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+        with ParameterClient(here, worker=0, credentials=issue(Role.WORKER, "0.1")) as worker:
+            table = worker.dense("large", large)
+            assert torch.equal(table.pull().wait()["w"], large["w"])
+        assert unreachable(here, RunAuthority.new("7f3a").issue(Role.WORKER, "0.0")).count("another run") == 1
+        assert "does not speak TLS" in server_reasons(server, here)
+
+
+def test_who_has_the_shared_secret_may_do_all() -> None:
+    own = self_issued(SHARED, Role.WORKER, "0@a")
+    with serving("tcp://127.0.0.1:0", credentials=own) as server:
+        with ParameterClient(server.addresses, credentials=self_issued(SHARED, Role.WORKER, "1@b")) as client:
+            client.dense("model", {"w": torch.ones(4)}, spec=SPEC).put({"w": torch.zeros(4)}).wait()
+        assert "another secret" in unreachable(server.addresses, self_issued(SHARED + "!", Role.WORKER, "2@c"))
+
+
+def test_a_revoked_worker_gets_no_further(tmp_path: Path) -> None:
+    authority = RunAuthority.new("7f3a")
+    authority.save(tmp_path)
+    worker = authority.issue(Role.WORKER, "0.0")
+    with serving("tcp://127.0.0.1:0", credentials=authority.issue(Role.SERVER, "0.0")) as server:
+        with ParameterClient(server.addresses, credentials=worker) as client:
+            assert client.request(0, StatusRequest()).wait()[0].version == 0
+        authority.revoke(worker.serial)
+        unreachable(server.addresses, worker)
+        assert any("is revoked" in reason for reason in server.close_reasons)
+
+
+def unreachable(addresses: list[str], credentials: Credentials) -> str:
+    with pytest.raises(ServerUnreachable) as error:
+        ParameterClient(addresses, credentials=credentials, timeout=0.2)
+    return str(error.value)
+
+
+def server_reasons(server: ParameterServer, addresses: list[str]) -> str:
+    """What the server notes about a client without TLS: it hears nothing from the server, which goes on."""
+    host, port = addresses[0].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as plain:
+        plain.sendall(b"\x82\xa4type\xa5Hello" * 20)
+        heard = b""
+        with suppress(ConnectionResetError):
+            while piece := plain.recv(100):
+                heard += piece
+        assert heard[:1] in (b"", b"\x15"), "an alert of TLS at most"
+    until = time.monotonic() + 5
+    while not any("TLS" in reason for reason in server.close_reasons) and time.monotonic() < until:
+        time.sleep(0.01)
+    return " ".join(server.close_reasons)
+
+
+def test_the_environment_gives_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", SHARED)
+    with serving("tcp://0.0.0.0:0") as server:
+        assert server.credentials is not None
+        here = [server.addresses[0].replace("0.0.0.0", "127.0.0.1")]
+        with ParameterClient(here) as client:
+            table = client.dense("model", values_of({"w": [4]}), spec=SPEC)
+            assert table.push({"w": torch.zeros(4)}).wait() == 1
