@@ -18,11 +18,13 @@ from torch.nn.functional import cross_entropy
 import shoal
 from helpers.command import Caller, Forked, events
 from helpers.faults import until_true
+from shoal.driver import stall_watch
 from shoal.driver.control import why
 from shoal.driver.launch import train_with
 from shoal.recovery.membership import loss_watch
 from shoal.recovery.membership.process import process_state, start_ticks
 from shoal.recovery.membership.sqlite_messages import read_server_info
+from shoal.report.closing_report import rows
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
 from shoal.testing import dropout_net, job_for
@@ -168,6 +170,28 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(
     (resumed,) = events(run, "run-resumed")
     assert (resumed["step"], resumed["path"]) == (0, "")
     assert "no checkpoint was written: the run begins again from the fresh model" in capfd.readouterr().err
+
+
+# -- who is waited for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "stale:1"])
+def test_a_run_in_which_nothing_is_committed_says_who_is_waited_for(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that lives and does not come on: it waits in the job's own code."""
+    expected, run = undisturbed(), tmp_path / "run"
+    for name in ("STALL_SECONDS", "WAIT_SECONDS", "USUAL"):
+        monkeypatch.setattr(stall_watch, name, 0.2)
+    held = Once(run, until_true(lambda: any(event["awaited"] == [1] for event in events(run, "run-stalled"))))
+    found = train_with(job(held), config(run, sync=mode))
+    assert found.weights_sha256 == expected or mode != "sync"
+    stall = next(event for event in events(run, "run-stalled") if event["awaited"] == [1])
+    assert re.match(r"worker 1 holds up worker 0: it is at .*; worker 0 has waited for .*, in the ", stall["text"])
+    assert not events(run, "worker-lost")
+    stalls = [each for each in found.value["incidents"] if each["kind"] == "stalled" and each["members"] == [1]]
+    assert stalls[0]["seconds"] > 0
+    assert any("worker 1 holds up worker 0" in text for _, text in rows(found.value))
 
 
 # -- why --------------------------------------------------------------------------------------------------------------

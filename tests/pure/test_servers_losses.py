@@ -9,9 +9,10 @@ import pytest
 
 from shoal.collectives.handshake import host_identity
 from shoal.driver import process_watch
-from shoal.driver.control import name_servers
+from shoal.driver.activities import name_servers
 from shoal.driver.process_watch import ProcessWatch
 from shoal.driver.server_driver import unreplaced
+from shoal.driver.stall_watch import StallClock, stall_event
 from shoal.paramserver.messages import ClientId, LeaseRequest
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
@@ -21,7 +22,7 @@ from shoal.recovery.membership.loss_watch import SILENT, STOPPED, WorkerProcess
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import StoreEntry, StoreSnapshot
-from shoal.report.events import RunStarted, ServerLost, ServerStarted, StepsCommitted, TimeSpent
+from shoal.report.events import RunStalled, RunStarted, ServerLost, ServerStarted, StepsCommitted, TimeSpent
 from shoal.report.incidents import IncidentLog
 from shoal.report.stacks import WorkerActivity, render, with_silence
 from shoal.report.wording import full_text
@@ -80,6 +81,18 @@ def test_a_process_is_silent_when_the_lease_that_it_had_has_run_out(clock: Clock
     assert look(watch, store(3), since=None) == {}, "the store is away"
     assert look(watch, store(3), since=clock.now - 1) == {}, "the store is just back"
     assert look(watch, store(3)) == {SERVER: SILENT}
+
+
+def test_a_driver_that_was_stopped_itself_waits_for_the_others_to_renew_their_leases(clock: Clock) -> None:
+    """Ctrl-Z stops all processes of a terminal: then all leases have run out at once."""
+    watch = ProcessWatch(LEASE)
+    assert look(watch, store(1, process())) == {}
+    clock.now += 60
+    assert look(watch, store(2)) == {}
+    for _ in range(6):
+        clock.now += 0.9
+        found = look(watch, store(2))
+    assert found == {SERVER: SILENT}
 
 
 def test_a_lease_of_another_process_with_the_same_number_says_nothing(clock: Clock) -> None:
@@ -148,11 +161,52 @@ def test_why_follows_a_wait_through_the_server() -> None:
     assert lines[1].strip() == "worker 0 waits for server 0, which waits for worker 1"
 
 
+def test_nothing_is_said_while_all_compute_or_wait_for_a_moment() -> None:
+    assert stall_event([activity(0), activity(1), activity(2, shard=0)], 9.0) is None
+    brief = activity(0, "waiting", waits_for=[2], since=0.1, operation="the barrier")
+    assert stall_event([brief, activity(1), activity(2, shard=0)], 9.0) is None
+    long = msgspec.structs.replace(brief, since=4.0)
+    event = stall_event([long, activity(1), activity(2, "waiting", shard=0, waits_for=[1], since=4.0)], 4.5)
+    assert event is not None and (event.awaited, event.seconds) == ([1], 4.5)
+    assert stall_event([activity(0), activity(1, "silent")], 4.0) is not None
+
+
+def test_all_are_asked_after_three_seconds_and_ever_more_rarely() -> None:
+    clock = StallClock(100.0)
+    asked: list[float] = []
+    for tenth in range(1000):
+        now = 100.0 + tenth / 10
+        if clock.due(now):
+            asked.append(round(now - 100.0, 1))
+            clock.told(now)
+    assert asked == [3.0, 8.0, 18.0, 38.0, 78.0]
+    clock = StallClock(0.0)
+    clock.progressed(4.0)
+    assert not clock.due(15.9) and clock.due(16.0), "steps take four seconds: twelve are no step"
+
+
+def test_a_stall_is_one_incident_until_the_next_commit() -> None:
+    log = IncidentLog()
+    log.add(replace_time(STARTED, 1.0))
+    log.add(RunStalled(time=10.0, seconds=3.0, text="worker 1 holds up worker 0", awaited=[1]))
+    log.add(RunStalled(time=15.0, seconds=8.0, text="server 0 holds up worker 0", awaited=[2]))
+    log.add(commit(time=19.0))
+    log.add(RunStalled(time=40.0, seconds=3.0, text="worker 0 holds up worker 1", awaited=[0]))
+    texts = [full_text(incident) for incident in log.incidents]
+    assert texts[0].startswith("server 0 holds up worker 0; next commit after 12") and len(texts) == 2
+
+
+def commit(time: float) -> StepsCommitted:
+    spent = TimeSpent()
+    return StepsCommitted(
+        time=time, rank=0, step=1, count=1, samples=4, epoch=0, loss=1.0, lanes=(0, 4), spent=spent, leader=True
+    )
+
+
 def test_the_report_says_that_a_server_was_stopped() -> None:
     log = IncidentLog()
-    spent = TimeSpent()
     log.add(replace_time(STARTED, 1.0))
-    log.add(StepsCommitted(time=2.0, rank=0, step=1, count=1, samples=4, epoch=0, loss=1.0, lanes=(0, 4), spent=spent))
+    log.add(commit(time=2.0))
     lost = ServerLost(
         time=3.0, shard=1, pid=73, code=-signal.SIGKILL, action="started again", detected_by="server 1 is stopped"
     )

@@ -4,14 +4,13 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
-from shoal.collectives.handshake import host_identity
+from shoal.driver.activities import run_activities
 from shoal.driver.driver_claim import living_driver
 from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.launch import driver_class
@@ -23,14 +22,13 @@ from shoal.driver.store_monitor import StoreMonitor, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
-from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.store import RunStore, StoreSnapshot, StoreUnavailable
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import RunStarted, WorkerStarted
+from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
-from shoal.report.stacks import WorkerActivity, with_silence
+from shoal.report.stacks import WorkerActivity
 from shoal.worker.context import WorkerContext
 
 ANSWER_SECONDS = 1.5  # in which a worker answers what it is doing
@@ -120,9 +118,7 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
             state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
-            members, alive = {who.worker for who in state.view.members}, sorted(state.alive.items())
-            found = [answers.get(store_key(who)) or _seen_from_outside(at, who.worker in members) for who, at in alive]
-            found = with_silence(name_servers(found, read_driver_state(folder).started), ANSWER_SECONDS)
+            found = run_activities(state, answers, read_driver_state(folder).started, ANSWER_SECONDS)
             return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
@@ -172,38 +168,10 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
     return found
 
 
-def _seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
-    """The activity of a worker that does not answer."""
-    state = "silent"
-    if alive.host == host_identity():
-        seen = process_state(alive.pid, alive.started)
-        state = "gone" if seen is None else "stopped" if seen == "T" else "silent"
-    return WorkerActivity(
-        worker=alive.worker_id.worker,
-        incarnation=alive.worker_id.incarnation,
-        host=alive.host_name,
-        pid=alive.pid,
-        state=state,
-        phase="takes part" if member else "waits to be let in",
-    )
-
-
 def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> WorkerActivity:
     return WorkerActivity(
         worker=event.rank, incarnation=event.incarnation, host=event.host, pid=event.pid, state="silent", phase=phase
     )
-
-
-def name_servers(activities: Sequence[WorkerActivity], started: RunStarted) -> list[WorkerActivity]:
-    """Servers that do not answer are known by their ranks alone: they follow those of the workers."""
-    if not started.servers:
-        return list(activities)
-    return [
-        structs.replace(each, shard=each.worker - started.workers, phase="serves")
-        if each.worker >= started.workers
-        else structs.replace(each, phase=each.phase if each.phase != "waits to be let in" else "takes part")
-        for each in activities
-    ]
 
 
 # -- scripts with parameter servers, whose runs have no store ---------------------------------------------------------

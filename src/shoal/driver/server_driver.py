@@ -108,8 +108,7 @@ class ServerSupervisor(WorkerSupervisor):
 
     @property
     def _is_ending(self) -> bool:
-        over = self.asked_to_end or self.ending or self.fatal_error or self.failed_at is not None
-        return over or self.interrupts.count > 0 or bool(self.tally.finished)
+        return self.asked_to_end or super()._is_ending
 
     def _end_unresponsive(self) -> None:
         """Kills processes that are stopped or silent: their exit is a loss like any other, and one that woke up later

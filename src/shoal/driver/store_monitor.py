@@ -24,6 +24,7 @@ from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import AnyEvent, StoreOutage
+from shoal.report.stacks import WorkerActivity
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
@@ -50,6 +51,7 @@ class StoreMonitor:
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
         self._request: RunRequest | None = None
+        self._asked = 0  # the store's revision when processes were asked what they are doing
         self._polled = 0.0
         self._away_since: float | None = None
         if address is None:
@@ -162,6 +164,23 @@ class StoreMonitor:
         text, _ = self.dropped.get(who, ("", 0.0))
         own = [part.removeprefix(f"{who} ") for part in text.split("; ") if part.startswith(f"{who} ")]
         return own[0] if own else None
+
+    def ask_activities(self) -> bool:
+        """Asks all processes what they are doing. False: the store is away."""
+        try:
+            self._asked = self.store.put("why", str(time.time()).encode())
+        except StoreUnavailable:
+            return False
+        return True
+
+    def activities(self) -> dict[str, WorkerActivity]:
+        """The answers so far, by the keys of the processes."""
+        answers = {} if self.state is None else self.state.answers
+        return {
+            key: msgspec.json.decode(entry.value, type=WorkerActivity)
+            for key, entry in answers.items()
+            if entry.revision > self._asked
+        }
 
     def request(self, *, stop: bool) -> None:
         self._request = RunRequest(stop=stop)

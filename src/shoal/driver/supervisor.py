@@ -15,6 +15,7 @@ from shoal.driver.log_tail import last_lines
 from shoal.driver.outcome import NO_CHECKPOINT
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
+from shoal.driver.stall_watch import StallWatch
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import ShoalError
 from shoal.parallel.plan import Plan
@@ -56,11 +57,13 @@ class WorkerSupervisor:
         self.fatal_error = False  # an error that a replacement would run into, too
         self._fill_at: float | None = None  # when workers that are missing after taking over are started
         self._oom_watch = OomWatch()
+        self._stall_watch = StallWatch(self.launch.started)
         recorder.observers.append(self.observe)
 
     # -- events of workers --------------------------------------------------------------------------------------------
 
     def observe(self, event: events.AnyEvent) -> None:
+        self._stall_watch.observe(event)
         if isinstance(event, events.RunStarted):  # none of the former sitting's workers is left
             self.participants.clear()
             self.leave_reasons.clear()
@@ -103,7 +106,8 @@ class WorkerSupervisor:
     # -- while the run goes on ----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Acts on what the store has: workers that the others dropped, and the number that the user asked for."""
+        """Acts on what the store has: workers that the others dropped, and the number that the user asked for. Says who
+        is waited for while nothing is committed."""
         if self.store_monitor is None:
             return
         for event in self.store_monitor.poll():
@@ -123,6 +127,15 @@ class WorkerSupervisor:
             ending = self.interrupts.count or self.tally.finished or self.failed_at is not None
             if self.config.failure.on_failure == "replace" and self.processes.can_start and not ending:
                 self._start_missing("replacement")
+
+        stall = None if self._is_ending else self._stall_watch.tick(self.store_monitor)
+        if stall is not None:
+            self.recorder.emit(stall)
+
+    @property
+    def _is_ending(self) -> bool:
+        over = self.ending or self.fatal_error or self.failed_at is not None
+        return over or self.interrupts.count > 0 or bool(self.tally.finished)
 
     def ask_to_stop(self) -> None:
         self.processes.ask_to_stop(self.processes.running)

@@ -387,6 +387,14 @@ class StateTransferred(Event, frozen=True, kw_only=True, tag="state-transferred"
     seconds: float
 
 
+class RunStalled(Event, frozen=True, kw_only=True, tag="run-stalled"):
+    """From the driver: nothing has been committed for so many seconds, and who is waited for."""
+
+    seconds: float
+    text: str
+    awaited: list[int]  # ranks; servers follow the workers
+
+
 class StoreOutage(Event, frozen=True, kw_only=True, tag="store-outage"):
     """The store cannot be reached (seconds None), or can again after that many seconds."""
 
@@ -496,7 +504,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run-finished"):
     outcome: str  # done, stopped, failed
 
 
-NoticeEvent = EventsDropped | ProcessPaused
+NoticeEvent = EventsDropped | ProcessPaused | RunStalled
 RunEvent = (
     RunStarted | RunPredicted | RunResumed | RunRecovered | RunFinished | DriverChanged | StoreOutage | NoticeEvent
 )

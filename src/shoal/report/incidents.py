@@ -20,7 +20,7 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One change of a run's members, servers, layout, store or driver. Unknown fields keep their defaults."""
 
     # of a worker: lost, left, joined; of all: regrouped, rolled-back, layout-changed;
-    # store-outage, driver-changed, server-lost, server-outage
+    # store-outage, driver-changed, server-lost, server-outage, stalled
     kind: str
     time: float
     worker: int | None = None
@@ -120,6 +120,9 @@ class IncidentLog:
                 self._training = False
             case events.StepsCommitted():
                 self.step, self._training = max(self.step, event.step), True
+                self._end_stall(event.time)
+            case events.RunStalled():
+                self._run_stalled(event)
             case events.WorkerLost():
                 self._worker_lost(event)
             case events.WorkerLeft():
@@ -344,6 +347,18 @@ class IncidentLog:
             rollback = self._open_rollback(event.time)
             rollback.step, rollback.repeated = event.step, max(0, repeated)
         self.step = event.step
+
+    def _run_stalled(self, event: events.RunStalled) -> None:
+        """Reported again while it lasts: it is one stall."""
+        stall = self._last(lambda each: each.kind == "stalled")
+        if stall is None or stall.seconds is not None:
+            stall = self._append("stalled", event.time - event.seconds)
+        stall.reason, stall.members = event.text, list(event.awaited)
+
+    def _end_stall(self, now: float) -> None:
+        stall = self._last(lambda each: each.kind == "stalled")
+        if stall is not None and stall.seconds is None:
+            stall.seconds, stall.committed_at = max(0.0, now - stall.time), now
 
     def _open_rollback(self, now: float) -> Incident:
         """The rollback that is half reported, or a new one: leader and newcomers report it in any order."""

@@ -337,6 +337,8 @@ def _event_text(event: events.AnyEvent, *, routine: bool) -> str | None:
             if not event.path:
                 return f"no checkpoint was written: the run begins again from the fresh model{repeated}"
             return f"resumed from step {event.step:,} ({event.path}){repeated}{skipped}"
+        case events.RunStalled():
+            return f"nothing committed for {human.duration(event.seconds)}: {event.text}"
         case events.StepSkipped():
             where = ", ".join(f"worker {worker} lane {lane}" for worker, lane in event.where)
             return f"step {event.step:,} skipped: loss not finite{f' ({where})' if where else ''}"

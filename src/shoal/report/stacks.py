@@ -93,6 +93,15 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
     return [f"no worker waits: all {len(workers)} compute"]
 
 
+def held_up_by(activities: Sequence[WorkerActivity]) -> list[int]:
+    """The processes that the run waits for, by rank: they hold up others, or do not answer."""
+    workers = newest(activities)
+    blockers = find_blockers(_waits(workers))
+    cycles = [worker for cycle in find_wait_cycles(_waits(workers)) for worker in cycle]
+    mute = [each.worker for each in workers.values() if each.state in (STOPPED, SILENT, GONE)]
+    return sorted({*blockers, *cycles, *mute})
+
+
 def newest(activities: Sequence[WorkerActivity]) -> dict[int, WorkerActivity]:
     """The newest incarnation of each worker, by number."""
     return {each.worker: each for each in sorted(activities, key=lambda each: (each.worker, each.incarnation))}

@@ -112,6 +112,9 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
             yield f"{_waiting(incident)} server {incident.shard} at {incident.reason} since {stamp(incident.time)}"
             if incident.seconds is not None:
                 yield f"reached again after {human.duration(incident.seconds)}"
+        case "stalled":
+            yield incident.reason
+            yield from _commit(incident)
         case "driver-changed":
             yield driver_text(incident)
 

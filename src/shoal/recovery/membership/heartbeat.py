@@ -59,6 +59,7 @@ class MembershipState:
         self.request = RunRequest() if request is None else msgspec.json.decode(request.value, type=RunRequest)
         why = entries.get("why")
         self.stacks_revision = 0 if why is None else why.revision
+        self.answers = {key.removeprefix("where/"): each for key, each in entries.items() if key.startswith("where/")}
         rendezvous = entries.get(f"rendezvous/{self.view.generation}")
         self.rendezvous = None if rendezvous is None else rendezvous.value.decode()
         self.driven = "driver" in entries  # the run's driver has a lease
