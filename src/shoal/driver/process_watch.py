@@ -13,7 +13,6 @@ from shoal.recovery.membership.loss_watch import SILENT, STOPPED, LossWatch, Wor
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 
-
 PAUSE_SECONDS = 1.0  # between two looks: the driver itself was stopped, and with it perhaps all others and the store
 
 
