@@ -175,19 +175,19 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(
 # -- who is waited for ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "stale:1"])
+@pytest.mark.parametrize("mode", ["sync", "stale:1", ""])
 def test_a_run_in_which_nothing_is_committed_says_who_is_waited_for(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that lives and does not come on: it waits in the job's own code."""
+    """A worker that lives and does not come on: it waits in the job's own code. Also without servers."""
     expected, run = undisturbed(), tmp_path / "run"
     for name in ("STALL_SECONDS", "WAIT_SECONDS", "USUAL"):
         monkeypatch.setattr(stall_watch, name, 0.2)
     held = Once(run, until_true(lambda: any(event["awaited"] == [1] for event in events(run, "run-stalled"))))
-    found = train_with(job(held), config(run, sync=mode))
-    assert found.weights_sha256 == expected or mode != "sync"
+    found = train_with(job(held), config(run, sync=mode, servers=2 if mode else 0))
+    assert found.weights_sha256 == expected or mode == "stale:1"
     stall = next(event for event in events(run, "run-stalled") if event["awaited"] == [1])
-    assert re.match(r"worker 1 holds up worker 0: it is at .*; worker 0 has waited for .*, in the ", stall["text"])
+    assert re.match(r"worker 1 holds up worker 0: it is at .*; worker 0 has waited for .*, in ", stall["text"])
     assert not events(run, "worker-lost")
     stalls = [each for each in found.value["incidents"] if each["kind"] == "stalled" and each["members"] == [1]]
     assert stalls[0]["seconds"] > 0
