@@ -60,4 +60,6 @@ def test_between_hosts_it_is_on_by_itself(faults: Faults) -> None:
     faults.at(LEFT, kill, step=3, worker=2, backward_pass=1, lane=0)
     faults.at(ASKS, until(WorkerId(2, 1)), step=4)
     with Lab(even_cluster(racks=1, hosts=2, workers=2)) as lab:
-        assert faults.train(job, workers=4, lab=lab).weights_sha256 == expected
+        report = faults.train(job, workers=4, lab=lab)
+    assert report.weights_sha256 == expected
+    assert report.value["traffic"]["overlapped"]

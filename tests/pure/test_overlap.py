@@ -1,6 +1,7 @@
 """Buckets that leave during the backward pass: which, when, and what is added to them. No process is needed."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -134,6 +135,29 @@ def test_buckets_leave_in_the_last_lane_and_microbatch_only(small_buckets: None)
     found = {name: None if value is None else value.clone() for name, value in gradients(model).items()}
     plain = strategy_for(model, 4, microbatches=2)
     take_step(plain, mlp_data(16), lambda batch: plain_loss(model, batch))
+    assert same(found, gradients(model))
+
+
+class Backwards(Deep):
+    """Its layers are used from the last to the first."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed(list(super().__iter__()))
+
+
+def test_buckets_follow_the_order_in_which_gradients_arrive(small_buckets: None) -> None:
+    group = Watched()
+    model = Backwards(group)
+    model[0], model[4] = nn.Linear(8, 5), nn.Linear(8, 8)
+    strategy, begun = strategy_for(model, 4, group=group, deal=DEAL, overlap="on"), []
+    for _ in range(3):
+        take_step(strategy, mlp_data(16), lambda batch: plain_loss(model, batch))
+        begun.append(model.begun[15:])
+        model.begun.clear()
+        group.begun.clear()
+    assert begun == [[0, 0, 0, 0, 0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    found = {name: None if value is None else value.clone() for name, value in gradients(model).items()}
+    take_step(strategy_for(model, 4), mlp_data(16), lambda batch: plain_loss(model, batch))
     assert same(found, gradients(model))
 
 

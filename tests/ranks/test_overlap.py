@@ -63,7 +63,6 @@ Steps = list[tuple[float, Named]]
 
 
 def steps_of(model: nn.Module, data: Any, overlap: Any, group: WorkerGroup | None = None, **more: Any) -> Steps:
-    overlapped_reduce.LEAST_BUCKET_BYTES = overlapped_reduce.MOST_BUCKET_BYTES = 1  # a bucket for nearly every tensor
     model, batch = copy.deepcopy(model), more.pop("batch", None)
     strategy = strategy_for(model, 4, group=group, overlap=overlap, **more)
     found: Steps = []
@@ -92,7 +91,10 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_same_bits_as_one_process_and_as_without_overlap(name: str, workers: int) -> None:
+def test_same_bits_as_one_process_and_as_without_overlap(
+    name: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlapped_reduce, "MOST_BUCKET_BYTES", 1)  # a bucket for each tensor
     make, data, more = CASES[name]
     torch.manual_seed(0)
     model, samples = make(), data()

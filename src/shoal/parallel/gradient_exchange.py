@@ -80,6 +80,7 @@ class CollectiveExchange:
     ) -> None:
         self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
         self.compressible = len(buckets) if lossy is None else lossy  # so many of the first buckets
+        self.first_key = 0  # of the first bucket: compressors keep what they withheld by key
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
@@ -121,7 +122,7 @@ class CollectiveExchange:
     def begin_reduce(self, number: int, spans: Sequence[Span], assignment: Sequence[Span]) -> PendingTensor:
         """Begins the sum of a bucket over all workers. `spans`: this worker's subtrees, all of them packed."""
         flats = {span: self.flat(number, place) for place, span in enumerate(spans)}
-        key = number if number < self.compressible else None
+        key = self.first_key + number if number < self.compressible else None
         return self.group.ordered_reduce(self.lanes, assignment, flats, key)
 
     def commit(self) -> None:

@@ -81,6 +81,10 @@ class LaneStrategy(ABC):
             self._several_hosts = len(set(self.group.comm_stats().hosts)) > 1
         return self._several_hosts
 
+    @property
+    def overlapped(self) -> bool:
+        return isinstance(self._exchange, OverlappedExchange)
+
     def lane_owners(self) -> dict[int, int]:
         """By lane, the world rank that knows its loss."""
         replicas = zip(self.groups.loss_ranks, self.assignment, strict=True)
@@ -146,7 +150,7 @@ class LaneStrategy(ABC):
 
         if stats.came_late:
             return self._reduce_again(local)
-        if isinstance(self._exchange, OverlappedExchange):  # the slowest worker's buckets come last
+        if self.overlapped:  # the slowest worker's buckets come last
             behind = max(0.0, max(stats.compute_by_worker) - local.compute_seconds)
             wait_seconds += min(behind, reduce_seconds)
             reduce_seconds -= min(behind, reduce_seconds)

@@ -8,7 +8,8 @@
     bucket 2  (w0), bucket 3 (buffers)                                                       ├─add─┬──…  then the rows
 
 A bucket leaves when the lane has all its gradients and the bucket before it has left, so all workers reduce the same
-buckets in the same order. The sums of the lanes before are added to it first: the same additions of the same operands
+buckets in the same order. Buckets go from the last parameter to the first, and after the first pass in the order in
+which gradients arrive. The sums of the lanes before are added to it first: the same additions of the same operands
 as in `LocalStep.sum_subtree`, so the bits are the same. What never arrives (parameters that the lane does not use) is
 found when the lane ends; then all buckets that are left leave, with minus zero for what is absent.
 
@@ -57,11 +58,7 @@ def open_overlapped(
 ) -> GradientExchange:
     """An exchange for `OverlappedStep`; the arguments are those of `open_exchange`. `uncompressed`: the buffers, which
     are whole when the lane ends."""
-    if group.size == 1:
-        return LocalExchange()
-    size = bucket_size(sum(tensor.nbytes for _, tensor in tensors))
-    gradients, buffers = make_buckets(tensors, size), make_buckets(uncompressed)
-    return OverlappedExchange(group, lanes, gradients + buffers, count, len(gradients))
+    return LocalExchange() if group.size == 1 else OverlappedExchange(group, lanes, tensors, count, uncompressed)
 
 
 class LeavingOrder:
@@ -82,12 +79,28 @@ class LeavingOrder:
 
 
 class OverlappedExchange(CollectiveExchange):
-    """Reduces one bucket after the other, as `OverlappedStep` packs them."""
+    """Reduces one bucket after the other, as `OverlappedStep` packs them.
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    The first pass has buckets from the last parameter to the first. In it the first worker notes in which order
+    gradients arrive, and tells all: from the second pass on buckets follow that order.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        lanes: int,
+        gradients: Sequence[tuple[int, Tensor]],
+        count: int,
+        buffers: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        self._size = bucket_size(sum(tensor.nbytes for _, tensor in gradients))
+        self._gradients, self._buffer_buckets = dict(gradients), make_buckets(buffers)
+        first = make_buckets(gradients, self._size)
+        super().__init__(group, lanes, first + self._buffer_buckets, count, len(first))
         self._pending: list[PendingTensor] = []  # by bucket
         self._whole = True  # all buckets of the last pass have been reduced
+        self._arrivals: list[int] | None = []  # parameters, as their gradients came; None: the order is known
+        self._next_order: list[int] = []  # parameters in the order to follow from the next pass on; empty: as it is
 
     @property
     def gradient_buckets(self) -> int:
@@ -101,8 +114,18 @@ class OverlappedExchange(CollectiveExchange):
             self.group.abandon(f"worker {self.group.rank} computes a step again after its first buckets have left")
             self.group.raise_if_failed()
             raise PeerLost("the group was abandoned")
+        if self._next_order:
+            ordered = [(index, self._gradients[index]) for index in reversed(self._next_order)]
+            buckets = make_buckets(ordered, self._size)
+            self.first_key += len(self.buckets)
+            self.buckets, self.compressible = buckets + self._buffer_buckets, len(buckets)
+            self._flats, self._next_order = {}, []
         self.spans, self.assignment = spans, assignment
         self._pending, self._whole = [], False
+
+    def note_arrival(self, index: int) -> None:
+        if self._arrivals is not None:
+            self._arrivals.append(index)
 
     def leave(self, number: int) -> None:
         """The bucket is packed for all subtrees: its reduction begins."""
@@ -113,6 +136,13 @@ class OverlappedExchange(CollectiveExchange):
         for pending in self._pending:
             pending.wait()
         self._whole = True
+        if self._arrivals is not None:
+            last = {index: place for place, index in enumerate(self._arrivals)}
+            default = list(reversed(self._gradients))
+            row = [last.get(index, len(self._arrivals)) for index in default]
+            places = self.group.gather_rows(torch.tensor(row))[0].tolist()
+            ordered = [index for _, index in sorted(zip(places, default, strict=True), key=lambda pair: pair[0])]
+            self._arrivals, self._next_order = None, [] if ordered == default else ordered
 
     def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
@@ -196,6 +226,7 @@ class _ClosingLane:
         """Runs inside autograd, which an error does not pass: it is raised when the backward pass is over."""
         if self._error is None:
             try:
+                self.exchange.note_arrival(key[0])
                 for number in self._order.arrived(key):
                     for slot in self.exchange.buckets[number].slots:
                         self._taken[slot.index] = self.replica.take_gradient(slot.index)

@@ -31,6 +31,10 @@ class Strategy(Protocol):
 
     @property
     def own_lanes(self) -> Span: ...
+    @property
+    def overlapped(self) -> bool:
+        """Whether gradients of the last pass left during its backward pass."""
+
     def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
         """Runs forward and backward of this worker's lanes. All workers learn of `request` when they reduce."""
 

@@ -90,6 +90,8 @@ def gradients(report: Report) -> Iterator[Row]:
     rows = direct.get(traffic["transport"], [])
     if traffic["reason"]:
         rows.append(traffic["reason"])
+    if traffic.get("overlapped"):
+        rows.append("they leave during the backward pass")
     for level in ("host", "rack"):
         if level in traffic["levels"]:
             rows.append(_level(level, traffic["levels"][level]))

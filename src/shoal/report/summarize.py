@@ -268,6 +268,7 @@ def _traffic(tally: RunTally) -> dict[str, Any] | None:
         "exact": first.exact,
         "compressors": first.compressors,
         "unused_levels": list(first.unused_levels),
+        "overlapped": first.overlapped,
         "levels": {level: _level(counted, level, tally.steps) for level in levels},
     }
 

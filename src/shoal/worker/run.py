@@ -323,7 +323,8 @@ class Run(RunState):
         self.traffic_reported = True
         traffic = self.traffic
         if self.workers > 1 or traffic.compressors or traffic.reason:
-            self.emit(TrafficReported(rank=self.worker, final=final, **structs.asdict(traffic)))
+            overlapped, figures = self.strategy.overlapped, structs.asdict(traffic)
+            self.emit(TrafficReported(rank=self.worker, final=final, overlapped=overlapped, **figures))
 
     def _rebalance(self, seconds: list[float]) -> None:
         """Assigns lanes anew when the workers' speeds have drifted; a worker that is too slow may request to leave."""
