@@ -40,7 +40,6 @@ JOB, LOOP = HERE / "campaign_job.py", HERE / "campaign_loop.py"
 SHOAL = [sys.executable, "-m", "shoal"]
 TICK_SECONDS = 0.01
 DEADLINE_SECONDS = 60.0  # for a command
-ANSWER_SECONDS = 1.0  # until a user does what the run asks for
 ATTACH_SECONDS = 0.5  # between the death of a driver and the next command
 LOG_LINES = 3
 ROUTINE = (events.ServerReported, events.ProcessesObserved)  # said now and then, whether the run moves or not
@@ -51,7 +50,6 @@ Process = tuple[int, str]  # its id, and when it began: the id alone may be anot
 @dataclass
 class CampaignWatcher(RunWatcher):
     servers: dict[int, Process] = field(default_factory=dict)
-    paused: dict[int, float] = field(default_factory=dict)  # processes that the user was asked to continue, and when
     said: dict[float, str] = field(default_factory=dict)  # events by their times, without those of routine
 
     def _apply(self, event: events.AnyEvent) -> None:
@@ -60,8 +58,6 @@ class CampaignWatcher(RunWatcher):
             self.said[event.time] = type(event).__name__
         if isinstance(event, events.ServerStarted):
             self.servers |= _processes([event.pid], event.shard)
-        elif isinstance(event, events.ProcessPaused):
-            self.paused[event.pid] = event.time
 
 
 class CampaignRun:
@@ -93,18 +89,12 @@ class CampaignRun:
         code = self._command(self.start_command())
         if self.planned is not None and (self.planned.victim, self.planned.fault) == (DRIVER, KILL) and self.hit:
             time.sleep(ATTACH_SECONDS)
-            code = self._command([*SHOAL, "attach", str(self.folder), "--json"])
+            if not self.mode.lab:  # a lab, with all that is in it, ends with its driver
+                code = self._command([*SHOAL, "attach", str(self.folder), "--json"])
             if code != 0:
-                self._await_workers()
                 code = self._command(self.start_command(resume=True))
         if code not in (0, None):
             self.problems.append(f"the last command ended with exit code {code}: {self._last_words()}")
-
-    def _await_workers(self) -> None:
-        """Workers that nobody can take over end by themselves, as `shoal attach` says."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while any(process_state(*each) for each in self.watch.workers.values()) and time.monotonic() < deadline:
-            time.sleep(TICK_SECONDS)
 
     def _command(self, call: list[str]) -> int | None:
         """The exit code; None, and a problem, if it had to be ended."""
@@ -177,16 +167,10 @@ class CampaignRun:
         return (able[first:] + able[:first])[:count] if len(able) >= count else []
 
     def _continue(self) -> None:
-        """At the end of a pause; and where the run asks for it, since nothing else can be done about that process."""
-        if self.planned is None or self.planned.fault == KILL or self.hit_at is None or self.continued_at is not None:
+        planned = self.planned
+        if planned is None or planned.fault != PAUSE or self.hit_at is None or self.continued_at is not None:
             return
-        if self.planned.fault == PAUSE:
-            due = self.hit_at + self.planned.seconds
-        elif asked := [self.watch.paused[pid] for pid, _ in self.hit if pid in self.watch.paused]:
-            due = max(asked) + ANSWER_SECONDS
-        else:
-            return
-        if time.time() >= due:
+        if time.time() >= self.hit_at + planned.seconds:
             self.continued_at = time.time()
             for process in self.hit:
                 _send(process, signal.SIGCONT)

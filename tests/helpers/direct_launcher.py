@@ -76,6 +76,9 @@ class DirectLauncher:
     def send(self, process: WorkerId, line: bytes) -> None:
         self.channels.send(process, line)
 
+    def starters(self) -> Sequence[int]:
+        return [os.getpid()]
+
     def signal(self, process: WorkerId, number: int) -> None:
         if process in self.pids:
             with suppress(ProcessLookupError):

@@ -300,10 +300,10 @@ def test_workers_of_a_script_are_on_the_labs_hosts(call: Caller) -> None:
     shape = ["--racks", "2", "--hosts", "1", "--workers-per-host", "2", "--order", "interleaved"]
     found = call.good("lab", *shape, "--", "shoal", "run", "script.py", "--run-dir", "run")
     assert told(4) == [
-        ["r0h0", "10.77.0.1", 10.0, ["0", "2", "0", "10.77.0.1", "r0h0", "r0", "10.77.0.1"]],
-        ["r1h0", "10.77.1.1", 10.0, ["0", "2", "1", "10.77.0.1", "r1h0", "r1", "10.77.1.1"]],
-        ["r0h0", "10.77.0.1", 10.0, ["1", "2", "0", "10.77.0.1", "r0h0", "r0", "10.77.0.1"]],
-        ["r1h0", "10.77.1.1", 10.0, ["1", "2", "1", "10.77.0.1", "r1h0", "r1", "10.77.1.1"]],
+        ["r0h0", "10.77.0.1", 10.0, ["0", "2", "0", "127.0.0.1", "r0h0", "r0", "10.77.0.1"]],
+        ["r1h0", "10.77.1.1", 10.0, ["0", "2", "1", "127.0.0.1", "r1h0", "r1", "10.77.1.1"]],
+        ["r0h0", "10.77.0.1", 10.0, ["1", "2", "0", "127.0.0.1", "r0h0", "r0", "10.77.0.1"]],
+        ["r1h0", "10.77.1.1", 10.0, ["1", "2", "1", "127.0.0.1", "r1h0", "r1", "10.77.1.1"]],
     ]
     assert msgspec.json.decode(Path("run/config.json").read_bytes())["hosts"] == ["r0h0", "r1h0", "r0h0", "r1h0"]
     assert "cannot be retrieved" not in found.err, "hosts of a lab know each other's names"

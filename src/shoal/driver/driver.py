@@ -44,6 +44,7 @@ from shoal.report.events import (
 )
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
+from shoal.worker.rendezvous import RENDEZVOUS_SOCKETS
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
 
@@ -254,3 +255,5 @@ class RunDriver:
             self.supervisor.store_monitor.close(for_good=for_good)
         for name in SITTING_FILES:
             (self.folder.path / name).unlink(missing_ok=True)
+        for path in self.folder.path.glob(RENDEZVOUS_SOCKETS):
+            path.unlink(missing_ok=True)

@@ -2,21 +2,20 @@
 
 import os
 import signal
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from torch._C._distributed_c10d import TCPStore
-
 from shoal.driver.launch_spec import LaunchSpec
 from shoal.driver.launchers import base
 from shoal.driver.launchers.base import Host, ProcessEvent, ProcessExit, ProcessSpec, ProcessStarted
 from shoal.driver.log_tail import LogTail
+from shoal.driver.run_rendezvous import RunRendezvous
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.report.run_folder import RunFolder
 from shoal.transport.addresses import is_loopback
+from shoal.transport.credentials import Credentials
 from shoal.transport.identity import Role
 from shoal.transport.key_folder import KEYS, KeyFolder
 from shoal.worker.event_channel import STOP_WORD
@@ -35,39 +34,31 @@ class RunProcesses:
         self.can_start = True
         self.starter_pid: int | None = None  # of the process that starts the others, where it is one of its own
         self.variables: dict[str, str] = {}  # further ones, for the environment of every process
-        # A script's only worker opens its own store, as under plain `python`: so do processes that it starts itself.
-        self._hosts_store = launch.size > 1 or launch.started.command != "run"
-        self._rendezvous_port = 0
-        self._rendezvous_store: TCPStore | None = None
-        self._rendezvous_keys = 0  # at the beginning
+        script = launch.started.command == "run"
+        self._rendezvous = RunRendezvous(
+            folder.path, self.launcher.services(), for_script=script, alone=script and launch.size == 1
+        )
         self._log_tails: dict[int, LogTail] = {}
 
     @contextmanager
     def rendezvous(self) -> Iterator[None]:
         """Holds the key-value store where workers of this run find each other."""
-        services = self.launcher.services()
-
-        def open_store() -> TCPStore:
-            listener = socket.create_server((services.address, 0), backlog=128)
-            port = self._rendezvous_port = listener.getsockname()[1]
-            return TCPStore(
-                services.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-
-        if not self._hosts_store:
-            self._rendezvous_port = services.call(lambda: _free_port(services.address))
+        with self._rendezvous.opened(self._own_credentials(), self._known_pids):
             yield
-            return
-        self._rendezvous_store = services.call(open_store)
-        self._rendezvous_keys = self._rendezvous_store.num_keys()
-        try:
-            yield
-        finally:
-            self._rendezvous_store = None
 
     def rendezvous_used(self) -> bool:
         """Whether workers have begun to find each other there."""
-        return self._rendezvous_store is not None and self._rendezvous_store.num_keys() > self._rendezvous_keys
+        return self._rendezvous.used()
+
+    def _own_credentials(self) -> Credentials | None:
+        if self.keys is None:
+            return None
+        path = self.keys.bundle(Role.DRIVER)
+        return Credentials.load(path) if path.exists() else self.keys.credentials(Role.DRIVER)
+
+    def _known_pids(self) -> set[int]:
+        """From which all processes of the run descend."""
+        return {*self.pids.copy().values(), *self.launcher.starters()}
 
     def start_worker(self, worker: WorkerId) -> None:
         log = self.folder.log(worker.worker)
@@ -138,10 +129,10 @@ class RunProcesses:
                 yield worker, text
 
     def _environment(self, rank: int) -> dict[str, str]:
-        address, threads = self.launcher.services().address, self.launch.threads
+        threads = self.launch.threads
         return {
-            **base.torchrun_environment(self.hosts, rank, address, self._rendezvous_port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self._hosts_store),
+            **base.torchrun_environment(self.hosts, rank),
+            **self._rendezvous.variables,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.folder.id,
@@ -166,9 +157,3 @@ def _keys_of(launch: LaunchSpec, folder: RunFolder) -> KeyFolder | None:
     if all(is_loopback(host.address) for host in hosts):
         return None
     return KeyFolder(folder.path / KEYS, folder.id)
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

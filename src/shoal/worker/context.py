@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
+from shoal.collectives.rendezvous_store import RendezvousStore
 from shoal.errors import InputError
 from shoal.parallel.plan import Plan
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import RunStore as Records
+from shoal.transport.credentials import credentials_from_environment
 from shoal.worker.elastic_membership import ElasticMembership
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.membership import FixedMembership, RunMembership
+from shoal.worker.rendezvous import RENDEZVOUS_VARIABLE
 from shoal.worker.run_config import RunConfig
 
 
@@ -45,11 +48,12 @@ class WorkerContext:
 
     def membership(self) -> RunMembership:
         """The members of the run. A script that has made torch's default group itself has a fixed membership."""
-        if self.open_run_store is None or dist.is_initialized():
+        if self.open_run_store is None or self.folder is None or dist.is_initialized():
             return FixedMembership(self.group(), self.channel.should_stop)
         return ElasticMembership(
             WorkerId(self.rank, self.incarnation),
             open_store=self.open_run_store,
+            folder=self.folder,
             lease_seconds=self.config.failure.lease,
             timeout=timedelta(seconds=self.config.communication.timeout),
             options=self.config.comm_options,
@@ -92,6 +96,14 @@ def trained_in_script() -> bool:
 def installed_context() -> WorkerContext | None:
     """None: no driver has started this process."""
     return _installed
+
+
+def rendezvous_store() -> Store:
+    """The store of the driver that has started this process."""
+    address = os.environ.get(RENDEZVOUS_VARIABLE)
+    if address is None:
+        return torchrun_store()
+    return RendezvousStore(address, credentials=credentials_from_environment() if address.startswith("tcp:") else None)
 
 
 def torchrun_store() -> Store:

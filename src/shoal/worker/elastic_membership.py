@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 
@@ -64,6 +65,7 @@ class ElasticMembership:
         *,
         model_shards: int = 1,
         open_store: Callable[[], RunStore],
+        folder: Path,
         lease_seconds: float,
         timeout: timedelta,
         options: CommOptions,
@@ -105,7 +107,7 @@ class ElasticMembership:
             on_away=self._on_store_away,
             on_retry=self._on_store_retry,
         )
-        self._rendezvous = GroupRendezvous(worker_id, self._store, self._heartbeat, timeout, options)
+        self._rendezvous = GroupRendezvous(worker_id, self._store, self._heartbeat, timeout, options, folder)
 
     @property
     def generation(self) -> int:

@@ -1,32 +1,50 @@
-"""How the members of one generation form their group: the first member opens one of torch's stores, where they exchange
-what their connections need, and the others find its address in the run's store."""
+"""How the members of one generation form their group: the first member opens a key-value server, where they exchange
+what their connections need, and the others find its address in the run's store.
+
+On one machine it is a Unix socket in the run's folder, for this user alone; between hosts TCP, for workers of the run.
+"""
 
 import os
-import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
-
-from torch._C._distributed_c10d import TCPStore
+from pathlib import Path
 
 from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.collectives.handshake import abort_wait_if
 from shoal.collectives.options import CommOptions
-from shoal.errors import PeerLost, RunError
+from shoal.collectives.rendezvous_store import RendezvousStore
+from shoal.errors import InputError, PeerLost, RunError
 from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState
 from shoal.recovery.membership.protocol import MembershipView, WorkerId
 from shoal.recovery.membership.store import RunStore
+from shoal.transport.addresses import is_loopback
+from shoal.transport.credentials import credentials_from_environment
+from shoal.transport.identity import Role
+from shoal.transport.key_value_server import KeyValueServer, serve_key_values
 
+RENDEZVOUS_VARIABLE = "SHOAL_RENDEZVOUS"  # the address of the driver's key-value server
 POLL_SECONDS = 0.05  # between two looks at what the store does not report: whether processes of this host live
+RENDEZVOUS_SOCKETS = "rendezvous*.sock"  # in the run's folder, while a sitting lasts
 FORMING_SECONDS = 5.0  # for all members to form their group; twice as long after each failure
 
 
 class GroupRendezvous:
     def __init__(
-        self, worker_id: WorkerId, store: RunStore, heartbeat: Heartbeat, timeout: timedelta, options: CommOptions
+        self,
+        worker_id: WorkerId,
+        store: RunStore,
+        heartbeat: Heartbeat,
+        timeout: timedelta,
+        options: CommOptions,
+        folder: Path,
     ) -> None:
+        """`folder`: of the run."""
         self.worker_id, self.timeout, self.options = worker_id, timeout, options
-        self._store, self._heartbeat = store, heartbeat
-        self._torch_store: TCPStore | None = None  # while this worker is the first member
+        self._store, self._heartbeat, self._folder = store, heartbeat, folder
+        self._credentials = credentials_from_environment()
+        self._server: KeyValueServer | None = None  # while this worker is the first member
+        self._client: RendezvousStore | None = None
         self._failed_attempts = 0
         self._records: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
 
@@ -46,14 +64,11 @@ class GroupRendezvous:
             return SoloGroup(self.options)
         forming = timedelta(seconds=min(FORMING_SECONDS * 2**self._failed_attempts, self.timeout.total_seconds()))
         if rank == 0:
-            store = self._open_torch_store(view)
+            address = self._open_server()
+            store = self._connect(view, address, forming)
+            self.put_record(f"rendezvous/{view.generation}", address.encode())
         else:
-            host, _, port = self._await_address(view, forming).rpartition(":")
-            try:
-                store = TCPStore(host, int(port), is_master=False, timeout=forming)
-            except RuntimeError as error:
-                raise PeerLost(f"{view.members[0]} is not at {host}: {str(error).splitlines()[0]}") from None
-        store.set_timeout(forming)
+            store = self._connect(view, self._await_address(view, forming), forming)
         with abort_wait_if(lambda: self.obsolete_reason(view)):
             return DistributedGroup(
                 store, rank=rank, size=size, timeout=self.timeout, options=self.options, form_timeout=forming
@@ -70,13 +85,23 @@ class GroupRendezvous:
         gone = self._heartbeat.gone(state)
         return [f"{member} {gone[member]}" for member in view.members if member in gone]
 
-    def _open_torch_store(self, view: MembershipView) -> TCPStore:
-        address = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
-        listener = socket.create_server((address, 0), backlog=128)
-        port, listening = listener.getsockname()[1], listener.detach()
-        self._torch_store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-        self.put_record(f"rendezvous/{view.generation}", f"{address}:{port}".encode())
-        return self._torch_store
+    def _open_server(self) -> str:
+        self.close()
+        own = os.environ.get("SHOAL_ADDRESS", "127.0.0.1")
+        address = f"unix:{self._socket_file}" if is_loopback(own) else f"tcp://{own}:0"
+        self._server, address = serve_key_values(address, self._credentials, (Role.WORKER,))
+        return address
+
+    @property
+    def _socket_file(self) -> Path:
+        return self._folder.absolute() / f"rendezvous-{self.worker_id.worker}.sock"
+
+    def _connect(self, view: MembershipView, address: str, limit: timedelta) -> RendezvousStore:
+        try:
+            self._client = RendezvousStore(address, limit, self._credentials if address.startswith("tcp:") else None)
+        except (RuntimeError, InputError) as error:
+            raise PeerLost(f"{view.members[0]} is not at {address}: {str(error).splitlines()[0]}") from None
+        return self._client
 
     def _await_address(self, view: MembershipView, limit: timedelta) -> str:
         until = time.monotonic() + limit.total_seconds()
@@ -100,4 +125,11 @@ class GroupRendezvous:
             self._store.swap(before[0], None, before[1])
 
     def close(self) -> None:
-        self._torch_store = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            with suppress(OSError):
+                self._socket_file.unlink(missing_ok=True)

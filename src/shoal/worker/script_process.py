@@ -10,12 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import JobError
+from shoal.errors import InputError, JobError
 from shoal.job.job import Job
 from shoal.numerics.user_frames import user_stack
 from shoal.recovery.membership.process import start_ticks
 from shoal.report.events import ScriptAdvised, ScriptStarted
+from shoal.transport.addresses import read_address
+from shoal.transport.credentials import credentials_from_environment
+from shoal.transport.identity import Role
+from shoal.transport.loopback_relay import LoopbackRelay
 from shoal.worker.context import WorkerContext, trained_in_script
+from shoal.worker.rendezvous import RENDEZVOUS_VARIABLE
 from shoal.worker.stack_dump import offer_stack
 from shoal.worker.stop_notice import use_script_signals
 
@@ -23,6 +28,7 @@ from shoal.worker.stop_notice import use_script_signals
 def begin_script(context: WorkerContext) -> None:
     """Prepares the process, and reports it: a script that never joins is known by this alone."""
     use_script_signals()
+    open_relay()
     event = ScriptStarted(
         rank=context.rank,
         pid=os.getpid(),
@@ -33,6 +39,20 @@ def begin_script(context: WorkerContext) -> None:
     )
     context.channel.emit(event)
     _watch_spawn(context)
+
+
+def open_relay() -> None:
+    """Between hosts: torch's store finds the driver's server behind a port on this host's loopback, for this process
+    and those that it starts."""
+    address = os.environ.get(RENDEZVOUS_VARIABLE, "")
+    if not address.startswith("tcp:"):
+        return
+    _, place = read_address(address)
+    credentials = credentials_from_environment()
+    if credentials is None:
+        raise InputError(f"this process has no credentials, and the rendezvous at {address} asks for them")
+    relay = LoopbackRelay(place, credentials, (Role.DRIVER,))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(relay.port)}
 
 
 def refuse_idle_job(script: Path, names: Mapping[str, Any]) -> None:

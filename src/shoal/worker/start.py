@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store
 from shoal.report.run_folder import RunFolder
-from shoal.worker.context import WorkerContext, torchrun_store
+from shoal.worker.context import WorkerContext, rendezvous_store
 from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.main import reporting_failures
@@ -70,7 +70,7 @@ class WorkerProgram:
             rank=startup.rank,
             incarnation=startup.incarnation,
             channel=EventChannel(startup.channel, name, folder, outlives=failure.detached),
-            open_torch_store=torchrun_store,
+            open_torch_store=rendezvous_store,
             open_run_store=(lambda: open_store(failure.store, folder, self.run.id)) if failure.elastic else None,
             should_leave=startup.notice.claim,
             before_join=lambda: _before_join(startup),

@@ -1,6 +1,6 @@
 """Launcher: the contract between the driver and the system that runs processes. The driver knows nothing else of it.
 
-Another launcher is one file with a class that has the eight methods of `Launcher`:
+Another launcher is one file with a class that has the nine methods of `Launcher`:
 
 - In each process that it starts, it calls `program.main` with a `WorkerStartup`, and exits with the code it returns.
 - Lines of a process come before its exit, which comes once. Where a host is lost, each of its processes exits with code
@@ -13,7 +13,7 @@ Another launcher is one file with a class that has the eight methods of `Launche
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -164,6 +164,9 @@ class Launcher(Protocol):
     def send(self, process: WorkerId, line: bytes) -> None:
         """Sends a line to a process; does nothing where the process is gone or not connected."""
 
+    def starters(self) -> Collection[int]:
+        """Processes of this machine from which all that the launcher starts descend."""
+
     def signal(self, process: WorkerId, number: int) -> None:
         """Sends a signal to a process; does nothing where the process is gone."""
 
@@ -171,10 +174,11 @@ class Launcher(Protocol):
         """Ends all processes that still run, and returns when they are gone. The launcher can be opened again."""
 
 
-def torchrun_environment(hosts: Sequence[Host], rank: int, address: str, port: int) -> dict[str, str]:
-    """The variables that torchrun sets, so that any torch.distributed script finds its group.
+def torchrun_environment(hosts: Sequence[Host], rank: int) -> dict[str, str]:
+    """The variables that torchrun sets, so that any torch.distributed script finds its place in its group; those of
+    the rendezvous store, MASTER_ADDR and MASTER_PORT, come from who has one.
 
-    `hosts`: of each rank; further ranks begin again at the first. `address`, `port`: of the rendezvous store."""
+    `hosts`: of each rank; further ranks begin again at the first."""
     names, (turn, place) = [host.name for host in hosts], divmod(rank, len(hosts))
     own, size = names[place], str(len(hosts))
     on_host, used = names.count(own), list(dict.fromkeys(names))
@@ -188,6 +192,4 @@ def torchrun_environment(hosts: Sequence[Host], rank: int, address: str, port: i
         "GROUP_WORLD_SIZE": str(len(used)),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
     }

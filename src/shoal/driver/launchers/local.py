@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -130,6 +130,9 @@ class LocalLauncher:
 
     def send(self, process: WorkerId, line: bytes) -> None:
         self._channels.send(process, line)
+
+    def starters(self) -> Collection[int]:
+        return () if self._server is None else (self._server,)
 
     def signal(self, process: WorkerId, number: int) -> None:
         """Reaches only a worker that the server has not reaped: until then its process id is still its own."""

@@ -108,7 +108,8 @@ class _HostProgram:
             die_with_parent(parent)
             enter(host)
 
-        ranks = torchrun_environment(hosts, slot.rank, hosts[0].address, MASTER_PORT)
+        ranks = torchrun_environment(hosts, slot.rank)
+        ranks |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(MASTER_PORT)}
         self.process = subprocess.Popen(
             command,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | ranks | host.variables,

@@ -1,0 +1,157 @@
+"""Where processes find each other: torch's own client at our server, and strangers at a run's."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from helpers.command import Running
+from shoal.transport.key_value_server import KeyValueServer
+from shoal.transport.secure_socket import Connection
+
+# Every method of torch's client, at our server and at torch's own two.
+CLIENT = """
+import json, sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+
+def tell(act):
+    try:
+        found = act()
+    except Exception as error:
+        return type(error).__name__
+    if isinstance(found, list):
+        return sorted(each.decode() if isinstance(each, bytes) else each for each in found)
+    return found.decode() if isinstance(found, bytes) else found
+
+def play(store, other):
+    short = timedelta(milliseconds=50)
+    store.set_timeout(timedelta(seconds=20))
+    told = [
+        tell(lambda: store.set("k", "v")), tell(lambda: store.get("k")),
+        tell(lambda: store.set("large", "x" * 1_000_000)), tell(lambda: len(store.get("large"))),
+        tell(lambda: store.add("n", 5)), tell(lambda: store.add("n", -7)), tell(lambda: store.get("n")),
+        tell(lambda: store.check(["k", "none"])), tell(lambda: store.check(["k"])), tell(lambda: store.check([])),
+        tell(lambda: store.wait(["k", "n"], short)), tell(lambda: store.wait(["none"], short)),
+        tell(lambda: store.compare_set("c", "", "d")), tell(lambda: store.compare_set("c", "x", "e")),
+        tell(lambda: store.compare_set("c", "d", "e")), tell(lambda: store.compare_set("absent", "d", "e")),
+        tell(lambda: store.num_keys()), tell(lambda: store.delete_key("c")), tell(lambda: store.delete_key("c")),
+        tell(lambda: store.append("a", "1")), tell(lambda: store.append("a", "2")),
+        tell(lambda: store.multi_get(["a", "k"])), tell(lambda: store.multi_set(["a", "k"], ["x", "y"])),
+        tell(lambda: store.multi_get(["a", "k"])), tell(lambda: dist.PrefixStore("p", store).add("n", 3)),
+        tell(lambda: store.clone().get("k")), tell(lambda: store.timeout.total_seconds()),
+    ]
+    waiter = threading.Timer(0.1, lambda: other.set("late", "now"))
+    waiter.start()
+    told.append(tell(lambda: store.get("late")))
+    waiter.join()
+    return told
+
+def play_more(store):
+    short = timedelta(milliseconds=50)
+    return [
+        tell(lambda: store.list_keys()), tell(lambda: store.queue_push("q", "x")), tell(lambda: store.queue_len("q")),
+        tell(lambda: store.check(["q"])), tell(lambda: store.num_keys()), tell(lambda: store.queue_pop("q")),
+        tell(lambda: store.queue_len("none")), tell(lambda: store.check(["q"])),
+        tell(lambda: store.queue_pop("q", False)), tell(lambda: store.barrier("b", 1, timedelta(seconds=9))),
+        tell(lambda: store.barrier("two", 2, short)), tell(lambda: store.barrier("two", 2, short)),
+        tell(lambda: store.list_keys()), tell(lambda: store.set("text", "abc")), tell(lambda: store.add("text", 1)),
+    ]
+
+def told_at(port):
+    store, other = (dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20)) for _ in "12")
+    return play(store, other), store
+
+ours, first = told_at(int(sys.argv[1]))
+servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=uv) for uv in (True, False)]
+libuv, second = told_at(servers[0].port)
+plain, _ = told_at(servers[1].port)
+print(json.dumps([ours, libuv, plain, play_more(first), play_more(second)]))
+"""
+
+
+def test_torch_finds_in_our_server_what_it_finds_in_its_own() -> None:
+    def admit(connection: socket.socket) -> Connection:
+        connection.setblocking(False)
+        return connection
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with closing(KeyValueServer(listener, admit)) as serving:
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT, str(port)], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert serving.broken == 1, "what is no number ends the connection of who adds to it, as in torch's"
+    ours, libuv, plain, ours_more, libuv_more = json.loads(done.stdout)
+    assert ours == libuv == plain
+    assert ours_more == libuv_more
+
+
+# A script with a group, whose processes wait for the file `go`; a child in a session of its own has a word, too.
+SCRIPT = """
+import os, subprocess, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    line = "import torch.distributed as d, os; d.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False)"
+    subprocess.run([sys.executable, "-c", line + ".set('child', 'came')"], check=True, start_new_session=True)
+    with open("port.part", "w") as file:
+        file.write(os.environ["MASTER_PORT"])
+    os.rename("port.part", "port")
+store = dist.distributed_c10d._get_default_store()
+while isinstance(store, dist.PrefixStore):
+    store = store.underlying_store
+while not os.path.exists("go"):
+    time.sleep(0.02)
+print("keys", sorted(key for key in store.list_keys() if "child" in key or "stranger" in key))
+total = torch.ones(1)
+dist.all_reduce(total)
+group = dist.new_group()  # through the store again
+assert total.item() == 2
+"""
+
+STRANGER = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+try:
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=2))
+    store.set("stranger", "was here")
+    print(store.num_keys())
+except dist.DistError as error:
+    print("refused")
+"""
+
+
+def test_strangers_at_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of the same user that are none of the run's: torch's client, garbage, a flood, many connections."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    with Running("run", "script.py", "--workers", "2", "--run-dir", "run") as running:
+        until = time.monotonic() + 60
+        while not Path("port").exists() and time.monotonic() < until and running.process.poll() is None:
+            time.sleep(0.05)
+        port = int(Path("port").read_text())
+        listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+        assert f"0100007F:{port:04X}" in listening, "on loopback alone"
+        told = subprocess.run([sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, check=False)
+        assert told.stdout.strip() == "refused"
+        for sent in (os.urandom(24), b"\x01" + b"\xff" * 8, bytes(1 << 20)):
+            with closing(socket.create_connection(("127.0.0.1", port))) as stranger:
+                stranger.settimeout(20)
+                try:
+                    stranger.sendall(sent)
+                    assert stranger.recv(1) == b""
+                except ConnectionError:
+                    pass
+        Path("go").touch()
+        done = running.end()
+    assert done.code == 0, done.err
+    assert "keys ['child']" in Path("run/worker-1.log").read_text()
