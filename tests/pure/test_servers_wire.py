@@ -299,6 +299,9 @@ BEFORE_HELLO = {
     "words that are no message": (header(meta=b"\xc1\xc1"), "cannot be read"),
     "a message of no known kind": (header(meta=encode(["Explode", 1])), "cannot be read"),
     "a message with wrong types": (header(meta=encode(["HelloRequest", "root", 1, b"", False])), "cannot be read"),
+    "an incarnation below zero": (header(meta=encode(HelloRequest(0, -1))), "cannot be read"),
+    "a worker of 64 bits": (header(meta=encode(HelloRequest(1 << 63, 1))), "cannot be read"),
+    "text that is no UTF-8": (header(meta=b"\x92\xa5Hell\xff\x00"), "cannot be read"),
     "deep nesting": (header(meta=b"\x91" * 4000), "cannot be read"),
 }
 AFTER_HELLO = {
@@ -312,7 +315,8 @@ AFTER_HELLO = {
     ),
     "a body without a table": (header(meta=PUT, body=64), "0 bytes in the table"),
     "a table without a body": (header(meta=PUT, table=entry(0, 16)), "64 bytes in the table"),
-    "sizes that overflow": (header(meta=PUT, table=entry(0, 1 << 62, 1 << 62), body=64), "in the table"),
+    "sizes that overflow": (header(meta=PUT, table=entry(0, 1 << 62, 1 << 62), body=64), "a tensor of shape"),
+    "sizes that overflow beside a zero": (header(meta=PUT, table=entry(0, 0, 1 << 62, 1 << 62)), "a tensor of shape"),
     "sizes below zero": (header(meta=PUT, table=entry(0, -4, -4), body=64), "shape"),
     "an unknown dtype": (header(meta=PUT, table=entry(99, 4), body=64), "cannot be read"),
     "a table cut short": (header(meta=PUT, table=entry(0, 4)[:-3], body=64), "cannot be read"),
@@ -321,6 +325,7 @@ AFTER_HELLO = {
         header(meta=PUT, flags=IN_SHARED_MEMORY, table=entry(0, 16), body=64),
         "there is none",
     ),
+    "another worker's hello": (header(meta=encode(HelloRequest(3, 1))), "another process came on the connection"),
     "another worker's name": (header(meta=PUT, worker=3), r"a frame of worker 3, .* on the connection of worker 0"),
     "half a checksum": (header(meta=PUT)[:4] + bytes(4) + header(meta=PUT)[8:], "the checksum is"),
 }

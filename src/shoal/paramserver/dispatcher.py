@@ -91,7 +91,7 @@ class RequestDispatcher:
             raise BadFrame("a reply came, but servers take requests")
         try:
             request = messages.decode_request(frame.meta)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        except msgspec.MsgspecError as error:
             raise BadFrame(f"a request that cannot be read: {error}") from None
         if type(request) is HelloRequest:
             self._on_hello(connection, frame.tag, request)
@@ -137,6 +137,8 @@ class RequestDispatcher:
             self.send_replies(self.shard.on_disconnect(connection.client))
 
     def _on_hello(self, connection: ClientConnection, tag: int, hello: HelloRequest) -> None:
+        if connection.client not in (None, ClientId(hello.worker, hello.incarnation)):
+            raise BadFrame(f"a HelloRequest of another process came on the connection of {connection.client}")
         try:
             connection.role = self._proved_role(connection, hello)
         except InputError as error:

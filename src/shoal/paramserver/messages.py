@@ -8,28 +8,36 @@ The tensors of a table slice: a dense slice has one flat tensor, the shard's row
 keys. A sparse slice has ids (int64, unique, rising) and rows (one per id); a read has ids alone.
 """
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-Span: TypeAlias = tuple[int, int]  # half open
+from shoal.transport.decoding import guarded
+
+# Numbers that fit into a frame's header, into torch's sizes, and into sums of a few of them.
+MOST = 1 << 62
+MAX_LANES = 1 << 16  # that a shard reduces over
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=MOST)]  # -1: none
+Lanes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_LANES)]
+Span: TypeAlias = tuple[Count, Count]  # half open
 
 
 class ClientId(msgspec.Struct, frozen=True, array_like=True):
     """One process of a worker."""
 
-    worker: int
-    incarnation: int = 0
+    worker: Count
+    incarnation: Count = 0
 
 
 class TableSlice(msgspec.Struct, frozen=True, array_like=True):
     """Some rows of a table on one shard."""
 
     table: str
-    keys: tuple[int, ...] | None = None  # dense: indices of this shard's row ranges; None: all of them
+    keys: tuple[Count, ...] | None = None  # dense: indices of this shard's row ranges; None: all of them
     sparse: bool = False
     codec: str = ""  # a compressor's name (collectives/compression); the tensor is its payload
-    count: int = 0  # elements before compression
+    count: Count = 0  # elements before compression
     span: Span | None = None  # reads of a table of one dtype: elements of the flat tensor
 
 
@@ -37,7 +45,7 @@ class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
     """Tensors cut by rows over the shards (sharding.py). All clients declare the same spec."""
 
     names: list[str]
-    shapes: list[list[int]]
+    shapes: list[list[Count]]
     dtypes: list[str]  # "float32"
     optimizer: str = "none"  # optimizers.py; "none": values are only put; "job": made by the server's factory
     settings: dict[str, float | bool] = {}  # of the optimizer
@@ -47,16 +55,16 @@ class DenseSpec(msgspec.Struct, frozen=True, tag="dense"):
 class SparseSpec(msgspec.Struct, frozen=True, tag="sparse"):
     """Rows that are created from (seed, row) at their first update."""
 
-    rows: int
-    dim: int
+    rows: Count
+    dim: Count
     dtype: str = "float32"
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=-MOST, le=2 * MOST - 1)] = 0
     scale: float = 0.01  # standard deviation of a new row; 0: zeros
     optimizer: str = "row_adagrad"
     settings: dict[str, float | bool] = {}
-    evict_age: int = 0  # versions after which an untouched row is evicted; 0: never
-    evict_least: int = 0  # a row with this many touches is never evicted by age; 0: no such exception
-    capacity: int = 0  # most rows on one shard; 0: unlimited
+    evict_age: Count = 0  # versions after which an untouched row is evicted; 0: never
+    evict_least: Count = 0  # a row with this many touches is never evicted by age; 0: no such exception
+    capacity: Count = 0  # most rows on one shard; 0: unlimited
 
 
 TableSpec: TypeAlias = DenseSpec | SparseSpec
@@ -69,11 +77,11 @@ class ServerRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class HelloRequest(ServerRequest, frozen=True):
     """The first request on a connection."""
 
-    worker: int
-    incarnation: int = 0  # 0: the server grants one (shard 0 only)
+    worker: Count
+    incarnation: Count = 0  # 0: the server grants one (shard 0 only)
     proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token of the role
     shared_memory: bool = False  # this process runs on the server's host and accepts shared memory
-    ring_bytes: int = 0  # requested ring size each way; 0: the server's default
+    ring_bytes: Count = 0  # requested ring size each way; 0: the server's default
     role: str = ""  # whose token it is (permissions.py); empty: the servers' own
 
 
@@ -85,6 +93,16 @@ class DeclareRequest(ServerRequest, frozen=True):
 
     table: str
     spec: TableSpec
+
+
+class RunStart(msgspec.Struct, frozen=True, array_like=True):
+    """In `PutRequest.state` as "start_from", before the first values: the run goes on from a checkpoint."""
+
+    first: Count  # step of this run
+    done: list[Count]  # steps beyond it
+    rows: str = ""  # the checkpoint with the rows of sparse tables
+    start_step: Count = 0  # the job's step
+    inexact: str = ""  # the sync mode of the steps before
 
 
 class PutRequest(ServerRequest, frozen=True):
@@ -103,8 +121,8 @@ class PushRequest(ServerRequest, frozen=True):
     applies each lease once. `base_version`: the version that the gradients were computed from."""
 
     slices: list[TableSlice]
-    lease: int = -1
-    base_version: int = -1
+    lease: Index = -1
+    base_version: Index = -1
     pull: bool = False  # reply with dense values
     last: bool = True  # False: another request of the same update follows
 
@@ -112,7 +130,7 @@ class PushRequest(ServerRequest, frozen=True):
 class ContributeRequest(ServerRequest, frozen=True):
     """Gradients of some lanes of a step, held until the step is applied. `LateReply` if the step is over."""
 
-    step: int
+    step: Count
     span: Span
     slices: list[TableSlice]
 
@@ -121,8 +139,8 @@ class ApplyRequest(ServerRequest, frozen=True):
     """Applies a step: adds the contributions of these spans in the tree over `lanes`, multiplies by `scale` and clips
     to `max_norm` given the full gradient's `norm`. Only the first request for a step applies it."""
 
-    step: int
-    lanes: int
+    step: Count
+    lanes: Lanes
     spans: list[Span]
     scale: float = 1.0
     norm: float | None = None
@@ -138,17 +156,17 @@ class BarrierRequest(ServerRequest, frozen=True):
     """Lockstep modes, shard 0: this worker has finished the step. When a quorum has arrived, `BarrierReply` gives each
     of them all notes and all tensors that came along."""
 
-    step: int
+    step: Count
     note: bytes
 
 
 class LeaseRequest(ServerRequest, frozen=True):
     """Queue modes, shard 0: asks for a step. The reply is `LeaseReply`, `TaskReply` or `EndReply`."""
 
-    group: int
-    finished: int = -1  # the lease that this worker has finished since its last request; -1: none
+    group: Index
+    finished: Index = -1  # the lease that this worker has finished since its last request; -1: none
     note: bytes = b""  # on the finished step (loss and so on); read in the order of steps
-    failed_generation: int = -1  # the group's generation that lost a member; its lease is not finished
+    failed_generation: Index = -1  # the group's generation that lost a member; its lease is not finished
     wants_next: bool = False  # reply also with the lease that follows
 
 
@@ -168,9 +186,9 @@ class EndRequest(ServerRequest, frozen=True):
 class RewindRequest(ServerRequest, frozen=True):
     """Lockstep modes, after a server was lost: restores the snapshot of a step and begins a new generation."""
 
-    generation: int
-    step: int
-    server_incarnation: int = 0  # the addressed server process; any other refuses; 0: any
+    generation: Count
+    step: Count
+    server_incarnation: Count = 0  # the addressed server process; any other refuses; 0: any
 
 
 # -- reads ------------------------------------------------------------------------------------------------------------
@@ -183,8 +201,8 @@ class PullRequest(ServerRequest, frozen=True):
 class SquaresRequest(ServerRequest, frozen=True):
     """Sums of squares by row of a step's reduced gradient: for the norm of the full gradient."""
 
-    step: int
-    lanes: int
+    step: Count
+    lanes: Lanes
     spans: list[Span]
     scale: float = 1.0
 
@@ -337,5 +355,5 @@ AnyReply: TypeAlias = (
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
-decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
+decode_request = guarded(msgspec.msgpack.Decoder[AnyRequest](AnyRequest).decode)
+decode_reply = guarded(msgspec.msgpack.Decoder[AnyReply](AnyReply).decode)

@@ -1,21 +1,43 @@
 """Checks of what requests bring to a shard's tables. A request that does not fit is refused before anything changes."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shoal.paramserver.messages import DenseSpec, RefusedReply, TableSlice, TableSpec
-from shoal.paramserver.sharding import dtype_name
+from shoal.paramserver.messages import DenseSpec, RefusedReply, SparseSpec, TableSlice, TableSpec
+from shoal.paramserver.sharding import dtype_name, dtype_of
+from shoal.transport.frame_format import DTYPES, MAX_ELEMENTS, MAX_RANK
 
 
 class RequestRefused(Exception):
     def __init__(self, code: str, reason: str, fix: str = "") -> None:
         self.reply = RefusedReply(code, reason, fix)
         super().__init__(reason)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLimits:
+    """How much memory requests may make a shard take beyond what they bring."""
+
+    tables: int = 1024
+    dense_bytes: int = field(default_factory=_memory_bytes)  # values of all dense tables
+    row_bytes: int = 1 << 20  # one row of a sparse table
+    reply_bytes: int = 1 << 30  # the rows of a read, or of a compressed gradient; a read of tables: their size, if more
+
+
+def check_limit(what: str, num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise RequestRefused("limit", f"{what} takes {num_bytes:,} bytes, and this server allows {most:,}")
 
 
 def check_dense_spec(table: str, spec: DenseSpec) -> None:
@@ -30,8 +52,18 @@ def check_dense_spec(table: str, spec: DenseSpec) -> None:
     twice = [name for name, count in Counter(spec.names).items() if count > 1]
     if twice:
         raise RequestRefused("spec", f"table {table!r}: {twice[0]!r} comes more than once", "a name for each tensor")
-    if any(size < 0 for shape in spec.shapes for size in shape):
-        raise RequestRefused("spec", f"table {table!r}: a shape has a size below 0")
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        # Tensors without elements have sizes, too, whose product torch computes.
+        if len(shape) > MAX_RANK or any(size < 0 for size in shape) or math.prod(s or 1 for s in shape) > MAX_ELEMENTS:
+            raise RequestRefused("spec", f"table {table!r}: no tensor has the shape {shape[:MAX_RANK]}")
+        if dtype_of(dtype) not in DTYPES:
+            known = ", ".join(map(dtype_name, DTYPES))
+            raise RequestRefused("spec", f"table {table!r}: no tensor of {dtype} can be sent", f"one of {known}")
+
+
+def check_sparse_spec(table: str, spec: SparseSpec, limits: TableLimits) -> None:
+    # Checked before the table is made; a dtype that it does not know is refused then.
+    check_limit(f"a row of table {table!r}", spec.dim * (8 if spec.dtype == "float64" else 4), limits.row_bytes)
 
 
 def spec_difference(spec: TableSpec, other: TableSpec) -> str:

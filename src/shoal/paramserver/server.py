@@ -7,7 +7,9 @@ import ctypes
 import os
 import select
 import socket
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +31,7 @@ from shoal.transport.shm_ring import RING_BYTES
 POLL_SECONDS = 0.1  # longest wait for an event
 HELLO_SECONDS = 10.0  # a connection without a hello is closed after this
 MAX_UNSENT_BYTES = 64 << 20  # a client with this many unread bytes of replies is not served until it reads
+MAX_UNIDENTIFIED = 256  # connections without a hello; the oldest makes room for another
 FRAMES_PER_TURN = 64  # of one connection before the others have their turn
 M_MMAP_THRESHOLD = -3
 MMAP_BYTES = 1 << 20
@@ -145,16 +148,29 @@ class ParameterServer:
         name = f"{peer[0]}:{peer[1]}" if peer else "this host"
         own = self.credentials if accepted.family != socket.AF_UNIX else None
         secured = secure(accepted, own, server_side=True, roles=MAY_SEND[HelloRequest])
-        connection = ClientConnection(SocketTransport(secured, copies=True), name)
+        try:
+            connection = ClientConnection(SocketTransport(secured, copies=True), name)
+        except OSError:  # it is gone already
+            secured.close()
+            return
         connection.descriptor = secured.fileno()
         self._connections[connection.descriptor] = connection
         self._unidentified[connection] = time.monotonic()
         self._poll.register(connection.descriptor, select.EPOLLIN)
+        self._make_room()
         if own is None:
             self.dispatcher.send_challenge(connection)
         else:
             self._handshaking.add(connection)
         self._update_polling()
+
+    def _make_room(self) -> None:
+        """Closes the oldest connection without a hello if there are too many."""
+        oldest = next((each for each in self._unidentified if each.client is None), None)
+        if len(self._unidentified) > MAX_UNIDENTIFIED and oldest is not None:
+            kind = "stranger" if oldest in self._handshaking else "refused"
+            self._handshaking.discard(oldest)
+            self.dispatcher.close_connection(oldest, kind, "too many connections came without a HelloRequest")
 
     def _shake_hands(self, connection: ClientConnection) -> bool:
         """Goes on with TLS. Returns whether it is over; only then does the server say something."""
@@ -200,6 +216,9 @@ class ParameterServer:
             dispatcher.close_connection(connection, "bad frame", str(error))
         except ConnectionLost as error:
             dispatcher.close_connection(connection, "left", str(error))
+        except Exception as error:  # a bug: what one client sends must not end the server for the others
+            traceback.print_exc(file=sys.stderr)
+            dispatcher.close_connection(connection, "failed", f"its frame could not be handled: {error!r}")
         if dispatcher.changed:
             self._update_polling()
 

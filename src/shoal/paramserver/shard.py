@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
@@ -25,7 +26,7 @@ from shoal.paramserver.pending_steps import PendingSteps
 from shoal.paramserver.permissions import FIRST_VIEWER, ForbiddenRequest
 from shoal.paramserver.reduce import Gradients, copy_gradients
 from shoal.paramserver.replies import CoordinatorReply, ReplyAddress, ShardReply
-from shoal.paramserver.request_checks import RequestRefused
+from shoal.paramserver.request_checks import RequestRefused, TableLimits
 from shoal.paramserver.request_log import AppliedLeases, ClientRecord
 from shoal.paramserver.request_sequencer import HandlerResult, RequestSequencer, Tensors
 from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_tensors
@@ -47,13 +48,14 @@ class ParameterShard(RequestSequencer):
         factories: Mapping[str, OptimizerFactory] | None = None,
         load_snapshot: Callable[[int], ShardSnapshot] | None = None,
         load_rows: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
+        limits: TableLimits | None = None,
     ) -> None:
         """`factories`: optimizers of tables that want the job's, by table, or under "job" for all. `load_snapshot`:
         reads the snapshot of a step (`SnapshotFolder.rewind`). `load_rows`: reads a checkpoint's rows by its name."""
         super().__init__()
         self.shard, self.shards, self.server_incarnation = shard, shards, server_incarnation
         self.coordinator = coordinator
-        self.tables = ShardTables(shard, shards, factories or {})
+        self.tables = ShardTables(shard, shards, factories or {}, limits)
         self.generation = 0
         self.step = coordinator.step if coordinator is not None else 0  # lockstep: the next step
         self.snapshot_due = False
@@ -154,17 +156,20 @@ class ParameterShard(RequestSequencer):
 
     def _put(self, address: ReplyAddress, request: messages.PutRequest, tensors: Tensors) -> HandlerResult:
         if request.state is not None and "start_from" in request.state:
-            self._start_from(*request.state["start_from"])
+            try:
+                start = msgspec.convert(request.state["start_from"], messages.RunStart)
+            except msgspec.ValidationError as error:
+                raise RequestRefused("state", f"no run starts from there: {error}") from None
+            self._start_from(start)
         else:
             self.tables.put(request, tensors)
         return self._ack()
 
-    def _start_from(
-        self, first: int, done: Sequence[int], rows: str = "", start_step: int = 0, inexact: str = ""
-    ) -> None:
+    def _start_from(self, given: messages.RunStart) -> None:
         """Before the first update: starts the run from a checkpoint of the job's step `start_step`. Another worker
         repeats this if the first one is lost. `StatusReply` gives `start_step` and `inexact` to workers."""
-        start = [first, list(done), rows, start_step, inexact]
+        first, done, rows = given.first, given.done, given.rows
+        start = list(msgspec.structs.astuple(given))
         if start == self._run_start and not self.version:
             return
         if self.version or self._run_start is not None or self.tables.has_values:

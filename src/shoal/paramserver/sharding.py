@@ -51,6 +51,10 @@ class FlatLayout(NamedTuple):
             for buffer, shape, stride, offset in zip(self.buffers, self.shapes, self.strides, self.offsets, strict=True)
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(total * dtype.itemsize for total, dtype in zip(self.totals, self.dtypes, strict=True))
+
     def zeros(self) -> list[Tensor]:
         return [torch.zeros(total, dtype=dtype) for total, dtype in zip(self.totals, self.dtypes, strict=True)]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, InputError
 from shoal.numerics.digest import tensor_bytes
+from shoal.transport.decoding import decode_json, decode_msgpack
 
 FORMAT = "shoal-shard 2"
 SNAPSHOTS_KEPT = 2
@@ -68,7 +69,7 @@ class SnapshotFolder:
     def __init__(self, folder: Path | str) -> None:
         """Raises InputError while another process serves the folder. Waits for the writer process of a dead server."""
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _acquire_lock(self.folder, self.folder.name.replace("-", " "))
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class SnapshotFolder:
         partial = self.folder / f"{_PARTIAL}{number:08d}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            partial.mkdir()
+            partial.mkdir(mode=0o700)
             files = {
                 VALUES: _write(partial / VALUES, [msgspec.msgpack.encode(snapshot.values)]),
                 TENSORS: _write(partial / TENSORS, _safetensors(snapshot.tensors)),
@@ -202,7 +203,7 @@ class SnapshotFolder:
             digest, _, body = (path / MANIFEST).read_bytes().partition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != digest:
                 raise CheckpointError(f"{path.name}/{MANIFEST}: damaged (its own sha256 differs)")
-            manifest = msgspec.json.decode(body, type=_SnapshotManifest)
+            manifest = decode_json(body, _SnapshotManifest)
         except OSError as error:
             raise CheckpointError(f"{path.name}/{MANIFEST}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
@@ -232,16 +233,16 @@ class SnapshotFolder:
         return manifest
 
     def _read(self, number: int) -> ShardSnapshot:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         manifest = self._verified(number)
         path = self._path(number)
-        return ShardSnapshot(
-            step=manifest.step,
-            version=manifest.version,
-            values=msgspec.msgpack.decode((path / VALUES).read_bytes(), strict=False),
-            tensors=load_file(path / TENSORS),
-        )
+        try:
+            values, tensors = decode_msgpack((path / VALUES).read_bytes()), load_file(path / TENSORS)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+        return ShardSnapshot(step=manifest.step, version=manifest.version, values=values, tensors=tensors)
 
 
 # -- tensors in plain values ------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def _write(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> _FileDigest:
-    """Writes a new file to disk."""
+    """Writes a new file to disk, which only this user may read: it has the weights, and what clients sent."""
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0, opener=_owner_only) as file:
         for chunk in chunks:

@@ -17,19 +17,23 @@ from shoal.paramserver import request_checks
 from shoal.paramserver.dense_table import DenseLayout, DenseTable, Keys, OptimizerFactory
 from shoal.paramserver.messages import DenseSpec, PutRequest, SparseSpec, TableSlice, TableSpec, TableStateReply
 from shoal.paramserver.reduce import DenseGradient, Gradients, SparseGradient
-from shoal.paramserver.request_checks import RequestRefused
-from shoal.paramserver.sharding import dtype_name, shard_dense
+from shoal.paramserver.request_checks import RequestRefused, TableLimits
+from shoal.paramserver.sharding import dtype_name, flat_layout, shard_dense
 from shoal.paramserver.sparse_table import SparseTable
 from shoal.paramserver.unique_ids import is_rising
 
+_MAX_COMPRESSORS = 64  # kept, by name
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of gradients, beside the table's own
 _PlacedValues: TypeAlias = tuple[DenseTable, Keys, list[Tensor]]
 
 
 class ShardTables:
-    def __init__(self, shard: int, shards: int, factories: Mapping[str, OptimizerFactory]) -> None:
+    def __init__(
+        self, shard: int, shards: int, factories: Mapping[str, OptimizerFactory], limits: TableLimits | None = None
+    ) -> None:
         """`factories`: see `ParameterShard`."""
         self.shard, self.shards = shard, shards
+        self.limits = limits or TableLimits()
         self.dense: dict[str, DenseTable] = {}
         self.sparse: dict[str, SparseTable] = {}
         self._factories = dict(factories)
@@ -50,8 +54,11 @@ class ShardTables:
         return self.sparse[table].spec if table in self.sparse else None
 
     def _make(self, table: str, spec: TableSpec) -> None:
+        if len(self.dense) + len(self.sparse) >= self.limits.tables:
+            raise RequestRefused("limit", f"this server has {self.limits.tables:,} tables, and allows no more")
         try:
             if isinstance(spec, SparseSpec):
+                request_checks.check_sparse_spec(table, spec, self.limits)
                 self.sparse[table] = SparseTable(spec, self.shard, self.shards, name=table)
                 return
             request_checks.check_dense_spec(table, spec)
@@ -59,9 +66,16 @@ class ShardTables:
             if spec.optimizer == "job" and factory is None:
                 reason = f"table {table!r} wants the job's optimizer, and this server has none"
                 raise RequestRefused("optimizer", reason, "a named optimizer such as sgd, or servers of `shoal run`")
-            self.dense[table] = DenseTable(spec, shard_dense(spec, self.shards)[self.shard], factory)
+            ranges = shard_dense(spec, self.shards)[self.shard]
+            wanted, there = flat_layout(ranges, spec).num_bytes, self._dense_bytes
+            request_checks.check_limit(f"table {table!r} with those before", there + wanted, self.limits.dense_bytes)
+            self.dense[table] = DenseTable(spec, ranges, factory)
         except ShoalError as error:
             raise RequestRefused("spec", error.message, error.fix or "") from error
+
+    @property
+    def _dense_bytes(self) -> int:
+        return sum(table.flat.num_bytes for table in self.dense.values())
 
     def layout(self, table: str, keys: Keys) -> DenseLayout:
         return self.dense[table].layout(keys)
@@ -208,6 +222,7 @@ class ShardTables:
         table = self._sparse(slice_.table)
         ids, rows = request_checks.pop_tensors(left, 2, slice_)
         if slice_.codec:
+            self._check_rows(table, ids)
             rows = self._decoded(slice_, rows, ids.numel() * table.spec.dim).view(-1, table.spec.dim)
         self._check_ids(table, ids)
         if rows.shape != (ids.numel(), table.spec.dim):
@@ -216,6 +231,10 @@ class ShardTables:
         request_checks.check_dtype(slice_, rows, (table.dtype, *_FLOATS))
         request_checks.check_finite(slice_, rows)
         return SparseGradient(ids, rows)
+
+    def _check_rows(self, table: SparseTable, ids: Tensor) -> None:
+        num_bytes = ids.numel() * table.spec.dim * table.dtype.itemsize
+        request_checks.check_limit(f"{ids.numel():,} rows of table {table.name!r}", num_bytes, self.limits.reply_bytes)
 
     def _check_ids(self, table: SparseTable, ids: Tensor) -> None:
         name, count = table.name, table.spec.rows
@@ -245,6 +264,8 @@ class ShardTables:
         try:
             compressor = self._compressors.get(slice_.codec)
             if compressor is None:
+                if len(self._compressors) >= _MAX_COMPRESSORS:
+                    self._compressors.clear()
                 compressor = self._compressors[slice_.codec] = parse_compressor(slice_.codec)
             return compressor.decode(payload, count)
         except (ShoalError, RuntimeError, ValueError, IndexError) as error:
@@ -283,11 +304,14 @@ class ShardTables:
         """`version`: of the shard."""
         left = list(tensors)
         found: list[Tensor] = []
+        most = max(self.limits.reply_bytes, self._dense_bytes)
         for slice_ in slices:
+            request_checks.check_limit("a reply of these tables", sum(each.nbytes for each in found), most)
             if slice_.sparse:
                 rows = self._sparse(slice_.table)
                 (ids,) = request_checks.pop_tensors(left, 1, slice_)
                 self._check_ids(rows, ids)
+                self._check_rows(rows, ids)
                 found.append(rows.read(rows.local_keys(ids), version=version))
             else:
                 table = self._filled_table(slice_.table)

@@ -36,6 +36,8 @@ _CHECKSUM_BYTES = _CHECKSUM.size
 _PADDING = tuple(bytes(-number % 64) for number in range(64))
 ALIGN = 64
 MAX_RANK = 16  # dimensions of a tensor
+MAX_ELEMENTS = 1 << 58  # in bytes of any dtype they still fit into 63 bits
+_KNOWN_TABLE_BYTES = 1 << 14  # larger tables are parsed each time: the known ones take bounded memory
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -184,13 +186,13 @@ def read_prefix(buffer: memoryview, at: int, header: FrameHeader) -> tuple[Seque
     entries: Sequence[FrameTensor] = ()
     size = 0
     if header.table_bytes:
-        entries, size = _parse_table(bytes(buffer[at + HEADER_BYTES : middle]))
+        text = bytes(buffer[at + HEADER_BYTES : middle])
+        entries, size = _known_table(text) if len(text) <= _KNOWN_TABLE_BYTES else _parse_table(text)
     if size != header.body_bytes:
         raise BadFrame(f"tensors of {size:,} bytes in the table, but a body of {header.body_bytes:,}")
     return entries, bytes(buffer[middle:end])
 
 
-@lru_cache(maxsize=256)  # workers send the same shapes in every step
 def _parse_table(text: bytes) -> tuple[tuple[FrameTensor, ...], int]:
     entries: list[FrameTensor] = []
     start = place = 0
@@ -200,12 +202,16 @@ def _parse_table(text: bytes) -> tuple[tuple[FrameTensor, ...], int]:
             raise BadFrame("a table of tensors that cannot be read")
         code, _, *shape = _ENTRIES[rank].unpack_from(text, start)
         start += _ENTRIES[rank].size
-        if shape and min(shape) < 0:
+        # torch computes strides of empty tensors, too: the product of their other sizes has to fit.
+        if shape and (min(shape) < 0 or prod(size or 1 for size in shape) > MAX_ELEMENTS):
             raise BadFrame(f"a tensor of shape {shape}")
         count = prod(shape)
         entries.append(FrameTensor(DTYPES[code], tuple(shape), place, count * _SIZES[code], count))
         place += padded(count * _SIZES[code])
     return tuple(entries), place
+
+
+_known_table = lru_cache(maxsize=256)(_parse_table)  # workers send the same shapes in every step
 
 
 def body_tensors(memory: Any, at: int, entries: Sequence[FrameTensor]) -> list[Tensor]:

@@ -18,13 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from shoal.errors import RunError
 from shoal.recovery.membership import sqlite_messages, sqlite_process
 from shoal.recovery.membership.sqlite_messages import StoreServerInfo, read_server_info
 from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot, StoreUnavailable
 from shoal.recovery.membership.store_errors import StoreOutageTimer
+from shoal.transport.decoding import decode_json
 
 RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
 STOP_SECONDS = 5.0  # until the server is killed
@@ -64,8 +63,8 @@ def start_server(
         command += ["--descriptor", f"{listener.fileno()}"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, pass_fds=passed)
     try:
-        return msgspec.json.decode(done.stdout, type=StoreServerInfo)
-    except msgspec.DecodeError:
+        return decode_json(done.stdout, StoreServerInfo)
+    except ValueError:
         output = (done.stdout + done.stderr).decode(errors="replace").strip() or f"it ended with code {done.returncode}"
         raise RunError(
             f"the run's store could not be started in {folder}: {output.splitlines()[-1]}",
@@ -113,6 +112,7 @@ class SqliteStore:
         self.address = str(serving) if serving is not None else str(folder / sqlite_messages.SERVER_INFO)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self.rejected = 0  # connections that the server had closed for what they sent, when this client connected
         self._owner = 0  # a forked process must not use its parent's connection
         self._outage = StoreOutageTimer()
 
@@ -157,7 +157,7 @@ class SqliteStore:
                 connection.settimeout(RESPONSE_SECONDS + patience)
                 connection.sendall(message)
                 reply = _receive(connection)
-            except (OSError, msgspec.DecodeError) as error:
+            except (OSError, ValueError) as error:  # it cannot be reached, or what it sends is no reply
                 self._disconnect()
                 raise self._outage.error(self.address, error) from error
             except BaseException:  # Ctrl-C between a request and its reply
@@ -184,7 +184,7 @@ class SqliteStore:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(RESPONSE_SECONDS)
             self._socket.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(serving.token)))
-            _receive(self._socket)
+            self.rejected = _receive(self._socket).rejected
         return self._socket
 
     def _disconnect(self) -> None:
@@ -229,7 +229,8 @@ def _as_snapshot(reply: sqlite_messages.StoreReply) -> StoreSnapshot:
 
 
 def _revision(reply: sqlite_messages.StoreReply) -> int:
-    assert reply.revision is not None
+    if reply.revision is None:
+        raise StoreUnavailable("the store's reply has no revision")
     return reply.revision
 
 

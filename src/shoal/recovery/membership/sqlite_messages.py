@@ -8,7 +8,7 @@
 A frame is a length (4 bytes, network order) and one msgpack value.
 
 The server imports this module without the package, which would import torch (sqlite_process.py): this module imports
-only the standard library and msgspec.
+only the standard library, msgspec and transport/decoding.py.
 """
 
 import fcntl
@@ -19,6 +19,8 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.transport.decoding import decode_json, guarded
+
 DATABASE, LOCK, SERVER_INFO, LOG = "store.db", "store.lock", "store.json", "store.log"
 
 REQUEST_BYTES = 1 << 20  # the largest request
@@ -26,6 +28,7 @@ HELLO_BYTES = 1 << 10  # the largest request before the token
 REPLY_BYTES = 1 << 26
 PF_EXITING = 0x4  # a flag of the kernel: the process may have closed its connections, and still hold the lock
 
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # SQLite has no larger ones
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -41,14 +44,14 @@ class StoreRead(msgspec.Struct, frozen=True, tag=True):
 class StoreSwap(msgspec.Struct, frozen=True, tag=True):
     key: Key
     value: bytes | None
-    expected: int
-    lease: int | None
+    expected: Number
+    lease: Number | None
 
 
 class StorePut(msgspec.Struct, frozen=True, tag=True):
     key: Key
     value: bytes
-    lease: int | None
+    lease: Number | None
 
 
 class StoreGrant(msgspec.Struct, frozen=True, tag=True):
@@ -56,16 +59,16 @@ class StoreGrant(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreRenew(msgspec.Struct, frozen=True, tag=True):
-    lease: int
+    lease: Number
 
 
 class StoreRevoke(msgspec.Struct, frozen=True, tag=True):
-    lease: int
+    lease: Number
 
 
 class StoreWait(msgspec.Struct, frozen=True, tag=True):
     prefix: str
-    after: int
+    after: Number
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -83,14 +86,15 @@ class StoreReply(msgspec.Struct, frozen=True, omit_defaults=True):
     entries: dict[str, tuple[bytes, int]] | None = None  # value and revision; None: nothing has changed
     lease_ended: bool = False  # and nothing was written
     error: str | None = None  # and nothing was done
+    rejected: int = 0  # connections that were closed for what they sent; in the reply to a hello
 
 
 class StoreServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The content of store.json."""
 
     address: str
-    port: int
-    pid: int
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
     started: int  # in the kernel's ticks: another process may get the same id later
     token: str
 
@@ -98,8 +102,8 @@ class StoreServerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-decode_request = msgspec.msgpack.Decoder(StoreRequest).decode
-decode_reply = msgspec.msgpack.Decoder(StoreReply).decode
+decode_request = guarded(msgspec.msgpack.Decoder[StoreRequest](StoreRequest).decode)
+decode_reply = guarded(msgspec.msgpack.Decoder(StoreReply).decode)
 
 
 def frame(message: StoreRequest | StoreReply) -> bytes:
@@ -109,7 +113,7 @@ def frame(message: StoreRequest | StoreReply) -> bytes:
 
 def read_server_info(folder: Path) -> StoreServerInfo | None:
     try:
-        return msgspec.json.decode((folder / SERVER_INFO).read_bytes(), type=StoreServerInfo)
+        return decode_json((folder / SERVER_INFO).read_bytes(), StoreServerInfo)
     except (OSError, msgspec.DecodeError):
         return None
 

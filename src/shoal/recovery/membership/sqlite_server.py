@@ -4,11 +4,12 @@
            ──swap, wait, …─►
            ◄──reply────────
 
-A client that sends anything but a request is disconnected, and no other client notices. The only clock is the monotonic
+A client that sends anything but a request, or a request that cannot be carried out, is disconnected and counted, and no
+other client notices. The only clock is the monotonic
 one, and the time of a lease passes only while the server listens: after a pause of the server, or a write to a slow
 disk, the server reads what clients have sent meanwhile before any lease ends.
 
-Imported like sqlite_messages.py: only the standard library, msgspec and the modules beside it.
+Imported like sqlite_messages.py: only the standard library, msgspec, transport/decoding.py and the modules beside it.
 """
 
 import hmac
@@ -16,6 +17,7 @@ import selectors
 import socket
 import sqlite3
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -58,7 +60,11 @@ class StoreConnection:
 
 
 class StoreConnectionBroken(Exception):
-    """The connection ended, or brought something that is no request."""
+    """The connection ended."""
+
+
+class StoreConnectionRejected(StoreConnectionBroken):
+    """The connection brought something that is no request, or no right to make it."""
 
 
 class StoreServer:
@@ -76,6 +82,7 @@ class StoreServer:
         self._token = token.encode()
         self._idle_seconds, self._most = idle_seconds, max_connections
         self._last_needed = time.monotonic()  # when there last was a lease or a client
+        self.rejected: Counter[str] = Counter()  # connections closed for what they sent, by the kind of error
         self._stopping = False
         self._connections: set[StoreConnection] = set()
         self._selector = selectors.DefaultSelector()
@@ -156,9 +163,13 @@ class StoreServer:
             accepted.close()
             return
         accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a lost host does not keep the server running
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a lost host does not keep this one running
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        except OSError:
+            accepted.close()
+            return
         connection = StoreConnection(accepted, time.monotonic())
         self._connections.add(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
@@ -177,8 +188,14 @@ class StoreServer:
             if events & selectors.EVENT_READ:
                 self._receive(connection)
             self._handle_requests(connection)
-        except (StoreConnectionBroken, OSError):
-            self._drop(connection)
+        except Exception as error:
+            self._drop_broken(connection, error)
+
+    def _drop_broken(self, connection: StoreConnection, error: Exception) -> None:
+        """Whatever one connection brings, the server goes on for the others."""
+        if isinstance(error, StoreConnectionRejected) or not isinstance(error, StoreConnectionBroken | OSError):
+            self.rejected[type(error.__cause__ or error).__name__] += 1
+        self._drop(connection)
 
     def _receive(self, connection: StoreConnection) -> None:
         try:
@@ -187,8 +204,7 @@ class StoreServer:
             return
         if not more:
             # A client that stopped waiting: its complete requests count all the same.
-            with suppress(StoreConnectionBroken):
-                self._handle_requests(connection)
+            self._handle_requests(connection)
             raise StoreConnectionBroken
         connection.received += more
 
@@ -198,22 +214,22 @@ class StoreServer:
         while len(received) >= 4 and connection.waiting is None and not connection.unsent:
             length = int.from_bytes(received[:4], "big")
             if length > (REQUEST_BYTES if connection.trusted else HELLO_BYTES):
-                raise StoreConnectionBroken
+                raise StoreConnectionRejected
             if len(received) < 4 + length:
                 return
             try:
                 request = decode_request(received[4 : 4 + length])
             except msgspec.DecodeError as error:
-                raise StoreConnectionBroken from error
+                raise StoreConnectionRejected from error
             del received[: 4 + length]
             self._handle(connection, request)
         if len(received) > REQUEST_BYTES + 4:  # it keeps sending without reading replies
-            raise StoreConnectionBroken
+            raise StoreConnectionRejected
 
     def _handle(self, connection: StoreConnection, request: StoreRequest) -> None:
         if not connection.trusted:
             if not isinstance(request, StoreHello) or not hmac.compare_digest(request.token.encode(), self._token):
-                raise StoreConnectionBroken
+                raise StoreConnectionRejected
             connection.trusted = True
         if isinstance(request, StoreWait) and not self._records.changed(request.prefix, request.after):
             connection.waiting, connection.wait_until = request, time.monotonic() + request.seconds
@@ -244,6 +260,8 @@ class StoreServer:
                 return StoreReply(revision=lease if records.renew(lease, now) else None)
             case StoreRevoke(lease):
                 records.end_leases([lease])
+            case StoreHello():
+                return StoreReply(rejected=self.rejected.total())
             case StoreStop():
                 self._stopping = True
         return StoreReply()
@@ -261,8 +279,8 @@ class StoreServer:
                 each.waiting = None
                 try:
                     self._queue_reply(each, self._read_reply(wait.prefix) if changed else StoreReply())
-                except (StoreConnectionBroken, OSError):
-                    self._drop(each)
+                except Exception as error:
+                    self._drop_broken(each, error)
 
     def _queue_reply(self, connection: StoreConnection, reply: StoreReply) -> None:
         message = frame(reply)
