@@ -13,6 +13,7 @@ from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.report.closing_report import ClosingReport
 from shoal.report.run_folder import find_run
+from shoal.transport.decoding import decode_json
 
 EXAMPLE = "shoal report 7f3a"
 
@@ -35,11 +36,11 @@ def call(given: argparse.Namespace) -> int:
         )
         return 0
     try:
-        value = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
+        value = decode_json(folder.report.read_bytes(), dict[str, Any])
     except FileNotFoundError:
         fix = f"--resume {shlex.quote(str(folder.path))} goes on with it"
         raise InputError(f"{folder.path} has no report yet: the run goes on, or was killed", fix=fix) from None
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
     try:
         print_report(value, given.json, details=True)

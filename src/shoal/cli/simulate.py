@@ -35,6 +35,7 @@ from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.planner.simulate.time_to_accuracy import ConvergenceLaw, time_to_accuracy_table
 from shoal.recovery.checkpoint.policy import DAY
 from shoal.report import chart
+from shoal.transport.decoding import decode_json
 
 SHAPE = "layers=24,hidden=2048,heads=16,seq=2048,vocab=51200"
 EXAMPLE = f"shoal simulate --gpt {SHAPE} --batch 512 --layout data=8,pipeline=4 --cluster dgx-a100 --hosts 4"
@@ -255,7 +256,7 @@ def _shape_setup(given: argparse.Namespace, layout: ParallelLayout) -> Setup:
 def _stored_setup(path: Path) -> Setup | None:
     """The best setup of what `shoal plan --json` printed; None for another file."""
     try:
-        value = msgspec.json.decode(path.read_bytes())
+        value = decode_json(path.read_bytes())
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:

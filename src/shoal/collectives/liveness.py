@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.collectives.handshake import GroupMember, exchange_notes
 from shoal.errors import PeerLost
+from shoal.transport.decoding import guarded
 
 CONNECT_SECONDS = 5.0
 _LENGTH = struct.Struct("<I")
@@ -66,7 +67,7 @@ class PeerStatus(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag
 
 CountMessage = SendCountRequest | SendCountReply
 PeerMessage = PeerStatus | CountMessage
-_decoder = msgspec.msgpack.Decoder(PeerMessage)
+_decode = guarded(msgspec.msgpack.Decoder[PeerMessage](PeerMessage).decode)
 
 
 class PeerLink:
@@ -119,7 +120,7 @@ class PeerLink:
             if len(self._inbox) < _LENGTH.size + length:
                 break
             with suppress(msgspec.MsgspecError):
-                messages.append(_decoder.decode(self._inbox[_LENGTH.size : _LENGTH.size + length]))
+                messages.append(_decode(self._inbox[_LENGTH.size : _LENGTH.size + length]))
             self._inbox = self._inbox[_LENGTH.size + length :]
         if messages:
             self.received_at = time.monotonic()

@@ -15,6 +15,7 @@ from shoal.collectives.choose_algorithm import ALGORITHMS, unknown_algorithm
 from shoal.collectives.cost_model import LinkSpeed
 from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
 from shoal.errors import InputError
+from shoal.transport.decoding import decode_json
 
 if TYPE_CHECKING:
     from shoal.collectives.compression import MeteredCompressor
@@ -55,7 +56,8 @@ def parse_links(text: str) -> dict[str, tuple[float, float]]:
     if not text:
         return {}
     try:
-        found = msgspec.json.decode(text, type=dict[str, tuple[float, float]])
+        found: dict[str, tuple[float, float]]
+        found = decode_json(text.encode(errors="replace"), dict[str, tuple[float, float]])
         unknown = [level for level in found if level not in LEVELS]
         problem = f"there is no level {unknown[0]}; there are {', '.join(LEVELS)}" if unknown else ""
         if any(latency < 0 or bandwidth <= 0 for latency, bandwidth in found.values()):

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from shoal.driver.script_control import never_joined, refuse_attaching_script, s
 from shoal.driver.store_monitor import StoreMonitor, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
+from shoal.recovery.membership.decode_records import RecordReader, as_json
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
@@ -29,6 +30,7 @@ from shoal.report.event_queries import committed_floor
 from shoal.report.events import WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
+from shoal.transport.decoding import decode_json
 from shoal.worker.context import WorkerContext
 
 ANSWER_SECONDS = 1.5  # in which a worker answers what it is doing
@@ -158,11 +160,13 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
     found: dict[str, WorkerActivity] = {}
     while expected - found.keys() and (left := deadline - time.monotonic()) > 0:
         reading: StoreSnapshot = store.read("where/")
-        found = {
-            key.removeprefix("where/"): msgspec.json.decode(entry.value, type=WorkerActivity)
+        records = RecordReader(reading)
+        answers = {
+            key.removeprefix("where/"): records.optional(key, as_json(WorkerActivity), None)
             for key, entry in reading.entries.items()
             if entry.revision > asked
         }
+        found = {name: answer for name, answer in answers.items() if answer is not None}
         if expected - found.keys():
             store.wait("where/", reading.revision, min(left, TICK_SECONDS))
     return found
@@ -177,12 +181,19 @@ def _activity_of(event: WorkerStarted, phase: str = "the store is away") -> Work
 # -- scripts with parameter servers, whose runs have no store ---------------------------------------------------------
 
 
+class DriverProcess(msgspec.Struct, frozen=True):
+    """The content of the file in which such a run's driver says which process it is."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
+    began: str
+
+
 def server_driver_pid(folder: RunFolder) -> int | None:
     """The driver's process id of a script's run with parameter servers; None: it is another run, or is over."""
-    with suppress(OSError, msgspec.MsgspecError, KeyError):
-        found = msgspec.json.decode((folder.path / DRIVER_PROCESS).read_bytes(), type=dict[str, Any])
-        if process_state(found["pid"], found["began"]) is not None:
-            return int(found["pid"])
+    with suppress(OSError, msgspec.MsgspecError):
+        found = decode_json((folder.path / DRIVER_PROCESS).read_bytes(), DriverProcess)
+        if process_state(found.pid, found.began) is not None:
+            return found.pid
     return None
 
 

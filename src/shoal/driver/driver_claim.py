@@ -10,13 +10,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 import msgspec
 
 from shoal.collectives.handshake import host_identity
 from shoal.errors import RunFolderError
+from shoal.recovery.membership.decode_records import RecordReader, as_json
 from shoal.recovery.membership.process import STOPPED_STATES, process_state, start_ticks
-from shoal.recovery.membership.store import RunStore, StoreEntry
+from shoal.recovery.membership.store import RunStore, StoreEntry, StoreSnapshot
 
 LEASE_SECONDS = 5.0
 KEY, PROCESS_KEY = "driver", "driver-process"
@@ -26,7 +28,7 @@ TRIES = 20  # of a swap
 class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The process that drives a run."""
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
     began: str
     host: str
     name: str
@@ -110,8 +112,9 @@ class DriverClaim:
 
 def _living(entries: Mapping[str, StoreEntry]) -> DriverRecord | None:
     leased = KEY in entries
-    entry = entries.get(KEY) or entries.get(PROCESS_KEY)
-    found = None if entry is None else msgspec.json.decode(entry.value, type=DriverRecord)
+    # A record that cannot be read is of no driver: the next one replaces it.
+    records = RecordReader(StoreSnapshot(0, dict(entries)))
+    found = records.optional(KEY if leased else PROCESS_KEY, as_json(DriverRecord), None)
     if found is None or found.pid == os.getpid():
         return None
     if not found.here:

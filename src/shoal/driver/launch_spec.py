@@ -15,6 +15,7 @@ from shoal.parallel.plan import Plan
 from shoal.report.events import RunStarted
 from shoal.report.loggers.logger import Logger
 from shoal.report.run_folder import RunFolder
+from shoal.transport.decoding import decode_json
 from shoal.worker.context import WorkerContext
 from shoal.worker.run_config import RunConfig
 
@@ -71,7 +72,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_driver_state(folder: RunFolder) -> DriverState:
     try:
-        return msgspec.json.decode((folder.path / DRIVER_STATE).read_bytes(), type=DriverState)
+        return decode_json((folder.path / DRIVER_STATE).read_bytes(), DriverState)
     except FileNotFoundError:
         pass
     except (OSError, msgspec.MsgspecError) as error:

@@ -27,6 +27,7 @@ from shoal.report.loggers.logger import LoggedRun, open_loggers
 from shoal.report.progress import Progress, choose_progress
 from shoal.report.run_folder import RunFolder
 from shoal.report.summarize import summarize_run
+from shoal.transport.decoding import decode_json
 from shoal.worker.event_channel import UNDELIVERED
 from shoal.worker.run_config import RunConfig
 
@@ -67,7 +68,7 @@ class RunRecorder:
                 observe(event)
         self.restoring = False
         with suppress(OSError, msgspec.MsgspecError):
-            self.prediction = msgspec.json.decode(self.folder.prediction.read_bytes(), type=dict[str, Any])
+            self.prediction = decode_json(self.folder.prediction.read_bytes(), dict[str, Any])
 
     def undelivered(self, process: WorkerId | None = None, number: int | None = None) -> Iterator[AnyEvent]:
         """Takes the events that workers wrote down while no driver read them: all of them, those of one process, or

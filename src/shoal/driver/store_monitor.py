@@ -23,11 +23,12 @@ from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
-from shoal.report.events import AnyEvent, StoreOutage
+from shoal.report.events import AnyEvent, StoreOutage, TrainingNote
 from shoal.report.stacks import WorkerActivity
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
+MOST_NOTES = 20  # on records of the store that cannot be read
 TRIES = 50  # of a swap: workers may have swapped the view in between
 
 
@@ -47,6 +48,7 @@ class StoreMonitor:
         self.dropped: dict[WorkerId, tuple[str, float]] = {}  # by the other members: why, and since when
         self.state: MembershipState | None = None  # what the store had at the last look
         self.reachable_since: float | None = time.monotonic()  # None: it is away
+        self.unreadable: dict[str, str] = {}  # records of the store that were left out, each with the reason
         self.taken_over: tuple[MembershipView, int] = (EMPTY_VIEW, 0)  # when taken over: members, committed steps
         self._members: set[WorkerId] = set()
         self._removing: dict[WorkerId, str] = {}
@@ -146,9 +148,16 @@ class StoreMonitor:
             self._update(state)
             self._claim.keep()
             self._write_pending()
-            return self._outage_ended()
+            return [*self._new_unreadable(state), *self._outage_ended()]
         except (StoreUnavailable, LeaseEnded):
             return self._outage_began()
+
+    def _new_unreadable(self, state: MembershipState) -> list[AnyEvent]:
+        """Says once of each record that it cannot be read, and of the first few only."""
+        new = {key: why for key, why in state.unreadable.items() if key not in self.unreadable}
+        new = dict(list(new.items())[: max(0, MOST_NOTES - len(self.unreadable))])
+        self.unreadable |= new
+        return [TrainingNote(text=f"{why}; the run goes on without it") for why in new.values()]
 
     def remove(self, who: WorkerId, reason: str) -> None:
         """Removes a dead worker from the members before its lease runs out."""

@@ -10,6 +10,7 @@ from shoal.errors import PlanError
 from shoal.numerics.lanes import Span, assign_lanes, subtrees
 from shoal.parallel.layout import ParallelLayout
 from shoal.parallel.pipeline_schedule import default_chunks
+from shoal.transport.decoding import decode_json
 
 VERSION = 2  # of plan.json
 
@@ -161,7 +162,7 @@ def parse_shares(text: str, workers: int) -> Sequence[float]:
 def read_plan(path: Path) -> Plan:
     try:
         text = path.read_bytes()
-        found = msgspec.json.decode(text)
+        found = decode_json(text)
         if isinstance(found, dict) and found.get("version") == 1:
             raise PlanError(
                 f"{path} was written by Shoal 0.1, which named the fields of a plan differently",

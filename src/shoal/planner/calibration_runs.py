@@ -10,6 +10,7 @@ import msgspec
 from shoal.errors import InputError
 from shoal.planner.cost.calibrate import NO_CALIBRATION, Calibration, ObservedRun, fit_calibration
 from shoal.report.run_folder import RunFolder, find_run
+from shoal.transport.decoding import decode_json
 
 # Term of the report -> the calibration constant that it measures. The term "waiting" follows from the others.
 FACTOR_OF_TERM = {"compute": "compute", "traffic": "traffic", "optimizer": "optimizer", "rest": "step"}
@@ -70,7 +71,7 @@ def observe_run(folder: RunFolder) -> ObservedRun:
 
 def _read(path: Path, folder: RunFolder) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return decode_json(path.read_bytes(), dict[str, Any])
     except FileNotFoundError:
         why = "no prediction" if path == folder.prediction else "no report: it still runs, or was killed"
         message = f"run {folder.id} has {why} ({path.name} is missing)"
@@ -88,7 +89,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
 def read_calibration(path: Path) -> Calibration:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+        return decode_json(path.read_bytes(), Calibration)
     except OSError as error:
         raise InputError(f"calibration {path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:

@@ -11,6 +11,7 @@ from shoal.report import human
 from shoal.report.events import AnyEvent, RunStarted, StepsCommitted
 from shoal.report.run_folder import RunFolder
 from shoal.report.servers import GRADIENT_REFUSALS
+from shoal.transport.decoding import decode_json
 
 NEAR_RATIO = 1.05  # an exact run within this ratio of the best one is preferred
 LAST_SHARE = 0.1  # of a curve's points: their mean is its loss, since single losses are noise
@@ -59,7 +60,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_compared_run(folder: RunFolder) -> ComparedRun:
     try:
-        report = msgspec.json.decode(folder.report.read_bytes(), type=dict[str, Any])
+        report = decode_json(folder.report.read_bytes(), dict[str, Any])
     except FileNotFoundError:
         raise InputError(
             f"{folder.path} has no report yet: the run goes on, or was killed",

@@ -4,6 +4,8 @@ import time
 
 import msgspec
 
+from shoal.transport.decoding import guarded
+
 
 def _now() -> float:
     return time.time()
@@ -524,6 +526,7 @@ ServerEvent = ServerStarted | ServerLost | ServerOutage | PushesLost | ServersRo
 AnyEvent = RunEvent | StepEvent | LogEvent | CheckpointEvent | WorkerEvent | ScriptEvent | MemberEvent | ServerEvent
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_decode = guarded(_decoder.decode)
 
 
 def encode(event: Event) -> bytes:
@@ -531,4 +534,5 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> AnyEvent:
-    return _decoder.decode(line)
+    """Raises msgspec.DecodeError for anything but an event."""
+    return _decode(line)

@@ -28,6 +28,7 @@ from shoal.report.events import (
     decode,
     encode,
 )
+from shoal.transport.decoding import decode_json
 
 DEFAULT_ROOT = Path("runs")
 LAST_TIME = 253402214400.0  # of a run, in seconds since 1970: the end of year 9999, beyond which no calendar goes
@@ -96,7 +97,7 @@ class RunFolder:
     def check_format(self) -> None:
         """Raises RunFolderError where another version of Shoal wrote the folder."""
         try:
-            found = msgspec.json.decode(self.config.read_bytes(), type=dict[str, Any]).get("format", 1)
+            found = decode_json(self.config.read_bytes(), dict[str, Any]).get("format", 1)
         except (OSError, msgspec.MsgspecError):
             return  # a script that joined without a driver has no config.json; a torn one is reported by its reader
         if found == 1:
@@ -139,7 +140,7 @@ class RunFolder:
         found: list[AnyEvent] = []
         with contextlib.suppress(OSError):
             for line in self.events.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                with contextlib.suppress(msgspec.MsgspecError):
                     found.append(decode(line))
         return found
 
@@ -219,8 +220,8 @@ def list_runs(root: Path = DEFAULT_ROOT) -> list[RunLine]:
 def _run_line(folder: RunFolder) -> RunLine:
     line = RunLine(id=folder.id, path=str(folder.path), when=_last_written(folder.path), outcome="unfinished")
     ended = 0.0
-    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-        report = msgspec.json.decode(folder.report.read_bytes(), type=_ReportLine)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        report = decode_json(folder.report.read_bytes(), _ReportLine)
         ended = report.ended or line.when
         line = msgspec.structs.replace(
             line,
@@ -234,7 +235,7 @@ def _run_line(folder: RunFolder) -> RunLine:
         )
     with contextlib.suppress(OSError):
         for text in atomic_write.head_and_tail(folder.events, 64 * 1024):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
+            with contextlib.suppress(msgspec.MsgspecError):  # a torn line
                 event = decode(text)
                 if event.time > ended:  # the run was resumed after its report
                     line = _with_event(line, event)

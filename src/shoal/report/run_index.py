@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.report.atomic_write import LineFile
+from shoal.transport.decoding import decode_json
 
 INDEX_NAME = "elsewhere.jsonl"
 
@@ -45,7 +46,7 @@ def _folders(root: Path) -> dict[Path, Path]:
     for line in lines:
         # A torn line, or a path that cannot be: too long, a circle of links (RuntimeError), a zero byte (ValueError).
         with contextlib.suppress(msgspec.MsgspecError, OSError, RuntimeError, ValueError):
-            path = Path(msgspec.json.decode(line, type=IndexLine).path)
+            path = Path(decode_json(line, IndexLine).path)
             if (root.parent / path).is_dir():
                 found[(root.parent / path).resolve()] = path
     return found

@@ -165,7 +165,8 @@ class EventChannel:
         word, _, number = line.partition(b" ")
         if word == STOP_WORD:
             self.stop_requested = True
-        while word == ACK_WORD and self._unacknowledged and self._unacknowledged[0][0] <= int(number):
+        received = int(number) if word == ACK_WORD and len(number) < 20 and number.isdigit() else -1
+        while self._unacknowledged and self._unacknowledged[0][0] <= received:
             self._unacknowledged.popleft()
 
     def _disconnect(self) -> None:

@@ -34,6 +34,7 @@ from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report import events
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import render
+from shoal.transport.decoding import decode_json
 
 TICK_SECONDS = 0.02
 ATTACH_SECONDS = 1.0  # between the end of a driver and the start of the next
@@ -222,7 +223,7 @@ class ChaosPlayer:
 
     def _report(self) -> dict[str, Any]:
         try:
-            value: dict[str, Any] = msgspec.json.decode((self.folder / "report.json").read_bytes())
+            value = decode_json((self.folder / "report.json").read_bytes(), dict[str, Any])
         except (OSError, msgspec.MsgspecError):
             value = {"outcome": "failed"}
         if value.get("outcome") not in ("done", "stopped") or not value.get("weights_sha256"):
@@ -370,7 +371,7 @@ def _fabric(owner: int) -> str:
     """The namespace of the switches of the lab that a process made."""
     for path in RECORDS.glob("lab-*.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            record = msgspec.json.decode(path.read_bytes(), type=LabRecord)
+            record = decode_json(path.read_bytes(), LabRecord)
             if record.owner == owner:
                 return record.names[-1]
     raise RunError(f"process {owner} has no lab")

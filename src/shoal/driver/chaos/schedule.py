@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import InputError
+from shoal.transport.decoding import decode_json
 
 KINDS = {
     "kill": "a worker is killed (SIGKILL)",
@@ -81,10 +82,10 @@ def check_schedule(*, every: float, duration: float, kinds: Sequence[str], worke
 def read_schedule(path: Path) -> FaultSchedule:
     """Reads a stored schedule, to play it again."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=FaultSchedule)
+        found = decode_json(path.read_bytes(), FaultSchedule)
     except OSError as error:
         raise InputError(f"--schedule {path}: {error.strerror}", fix="the faults.json of a run's folder") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise InputError(f"--schedule {path} is not a schedule of faults: {error}") from None
     check_schedule(every=found.every, duration=found.duration, kinds=found.kinds, workers=found.workers)
     for fault in found.faults:

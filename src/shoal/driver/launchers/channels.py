@@ -1,5 +1,6 @@
 """The driver's ends of the event channels (worker/event_channel.py), for launchers whose processes hold a socket."""
 
+import re
 import selectors
 import socket
 from collections.abc import Callable, Sequence
@@ -165,12 +166,12 @@ class ProcessChannels:
 
     def _admit(self, greeting: Greeting) -> list[ProcessEvent]:
         """A process says its name: worker.incarnation."""
-        worker, _, incarnation = greeting.line.partition(b".")
-        if not (worker.isdigit() and incarnation.isdigit()):
+        try:
+            process = parse_greeting(greeting.line)
+        except ValueError:
             greeting.connection.close()
             return []
         greeting.connection.setblocking(True)
-        process = WorkerId(int(worker), int(incarnation))
         self.add(process, greeting.connection)
         return [ProcessReconnected(process=process), *self._events(process, self._channels[process], greeting.rest)]
 
@@ -179,3 +180,11 @@ class ProcessChannels:
             channel = self._channels.pop(process).socket
             self.forget(channel)
             channel.close()
+
+
+def parse_greeting(line: bytes) -> WorkerId:
+    """Of a process that connects: its worker and incarnation, as in 3.1. Raises ValueError for anything else."""
+    found = re.fullmatch(rb"(\d{1,9})\.(\d{1,9})\s*", line)
+    if found is None:
+        raise ValueError(f"{line!r} names no process")
+    return WorkerId(int(found[1]), int(found[2]))

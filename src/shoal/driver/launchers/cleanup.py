@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.driver.launchers.namespaces import MARK, processes_in
 from shoal.recovery.membership.process import process_state
+from shoal.transport.decoding import decode_json
 from shoal.transport.secret_files import write_secret
 
 RECORDS = Path("/run/shoal")  # one small file per lab: its owner and its names
@@ -126,6 +127,6 @@ def _secret_file(lab: str) -> Path:
 
 def _read_record(path: Path) -> LabRecord | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LabRecord)
+        return decode_json(path.read_bytes(), LabRecord)
     except (OSError, msgspec.DecodeError):
         return None

@@ -22,6 +22,7 @@ from shoal.driver.launchers.base import LAUNCHER_SOCKET, ProcessProgram
 from shoal.errors import ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.protocol import WorkerId
+from shoal.transport.decoding import decode_json
 from shoal.transport.greetings import Greetings
 from shoal.transport.unix_sockets import listen
 from shoal.worker.start import WorkerStartup
@@ -173,9 +174,9 @@ class _ForkServer:
             return False
         channels = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         try:
-            order = msgspec.json.decode(message, type=StartOrder)
+            order = decode_json(message, StartOrder)
             channel = channels[0]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):  # gone, or no driver
+        except (msgspec.MsgspecError, IndexError):  # gone, or no driver
             for each in channels:
                 each.close()
             self._driver_gone(control)

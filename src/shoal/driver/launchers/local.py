@@ -27,6 +27,7 @@ from shoal.driver.launchers.fork_server import ATTACH, END, MESSAGE_BYTES, ForkS
 from shoal.errors import RunError
 from shoal.recovery.membership.process import STOPPED_STATES, current_state
 from shoal.recovery.membership.protocol import WorkerId
+from shoal.transport.decoding import decode_json
 from shoal.transport.unix_sockets import check_peer, connect, peer_credentials
 from shoal.worker.event_channel import DRIVER_SOCKET
 
@@ -58,7 +59,11 @@ class LocalLauncher:
         server = peer_credentials(control).pid
         launcher._connect(control, detached=True)
         launcher._starter, launcher._found = server, [base.StarterFound(pid=server)]
-        running = msgspec.json.decode(launcher._take_over(server), type=list[ForkServerReply])
+        try:
+            running = decode_json(launcher._take_over(server), list[ForkServerReply])
+        except msgspec.DecodeError as error:
+            launcher._hang_up()
+            raise RunError(f"{folder / base.LAUNCHER_SOCKET} is not the server of a run: {error}") from None
         launcher._found += [event for reply in running for event in launcher._handle_reply(reply)]
         launcher._channels.listen(folder / DRIVER_SOCKET)
         return launcher
@@ -188,7 +193,10 @@ class LocalLauncher:
             message = b""
         if not message:
             return self._server_lost()
-        return self._handle_reply(msgspec.json.decode(message, type=ForkServerReply))
+        try:
+            return self._handle_reply(decode_json(message, ForkServerReply))
+        except msgspec.DecodeError as error:
+            raise RunError(f"the server that starts workers sent something that is no reply: {error}") from None
 
     def _handle_reply(self, reply: ForkServerReply) -> list[ProcessEvent]:
         self._starting.discard(reply.process)

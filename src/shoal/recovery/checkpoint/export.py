@@ -15,6 +15,7 @@ from shoal.recovery.checkpoint.files import StateShard
 from shoal.recovery.checkpoint.manifest import written_atomically
 from shoal.recovery.checkpoint.reader import StoredTensors, index_of_files
 from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES, SafetensorsFile, TensorSpecs, write_safetensors
+from shoal.transport.decoding import decode_json
 
 _FIX = "use a file that was written for this model, such as a run's model.safetensors"
 
@@ -100,7 +101,7 @@ def initial_weights(path: Path, state_shard: StateShard | None = None) -> dict[s
 def _open_weights(path: Path) -> tuple[StoredTensors, dict[str, str]]:
     try:
         with SafetensorsFile(path) as file:
-            aliases: dict[str, str] = json.loads(file.metadata.get("aliases", "{}"))
+            aliases = decode_json(file.metadata.get("aliases", "{}").encode(errors="replace"), dict[str, str])
         return StoredTensors(path.parent, index_of_files(path.parent, {"weights": path.name})), aliases
     except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) else error

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import CheckpointError
+from shoal.transport.decoding import decode_json
 
 FORMAT = "shoal-checkpoint"
 VERSION = 2
@@ -112,10 +113,10 @@ def read_manifest(folder: Path) -> Manifest:
     if len(raw) > _MAX_MANIFEST_NUM_BYTES:
         raise _defect(folder, f"{MANIFEST}: more than {_MAX_MANIFEST_NUM_BYTES:,} bytes, not one of Shoal's")
     try:
-        header = msgspec.json.decode(raw, type=_ManifestHeader)
+        header = decode_json(raw, _ManifestHeader)
         _check_header(folder, header)
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        manifest = decode_json(raw, Manifest)
+    except msgspec.DecodeError as error:
         raise _defect(folder, f"{MANIFEST}: damaged ({error})") from error
     # Encoding computes the sha256, so one comparison covers every byte.
     if raw != manifest.encode():

@@ -5,7 +5,6 @@ wanted   w rows 1-2: the reader reads one row of each file, and nothing else
 """
 
 import itertools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +31,7 @@ from shoal.recovery.checkpoint.manifest import Manifest, read_manifest
 from shoal.recovery.checkpoint.safetensors_file import STORABLE_DTYPES, SafetensorsFile
 from shoal.recovery.checkpoint.shards import optimizer_state_of, parameter_of_tensor, without_strides
 from shoal.recovery.checkpoint.state import AVERAGE, shape_text
+from shoal.transport.decoding import decode_plain_json
 
 _OPEN_FILES = 64  # at once
 
@@ -177,7 +177,7 @@ def _index_of(folder: Path, state: StateFile) -> TensorIndex:
 
 
 def _read_state(folder: Path, version: int) -> StateFile:
-    content = json.loads((folder / STATE_FILE).read_bytes())
+    content = decode_plain_json((folder / STATE_FILE).read_bytes())
     if version == 1:
         _rename_keys_of_version_1(content)
     return msgspec.convert(content, StateFile)

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shoal.numerics.digest import tensor_bytes
+from shoal.transport.decoding import decode_plain_json
+from shoal.transport.frame_format import MAX_ELEMENTS
 
 LENGTH_BYTES = 8  # of the length of the header, at the beginning of a file
 # fmt: off
@@ -31,6 +34,9 @@ DTYPE_LABELS: dict[str, torch.dtype] = {  # by their names in the format, in the
 STORABLE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_LABELS.values()}
 _LABELS = {dtype: label for label, dtype in DTYPE_LABELS.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_LABELS)}  # large elements first, so that all tensors are aligned
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+MAX_RANK = 64  # as torch has it
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
@@ -64,11 +70,11 @@ class SafetensorsFile:
             length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES or LENGTH_BYTES + length > size:
                 raise ValueError(f"{path.name} is no safetensors file, or only the beginning of one")
-            header: dict[str, Any] = json.loads(self._file.read(length))
+            header = msgspec.convert(decode_plain_json(self._file.read(length)), dict[str, Any])
             self._start = LENGTH_BYTES + length
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
             self._tensors = {name: _SafetensorsEntry(name, entry, size - self._start) for name, entry in header.items()}
-        except (AttributeError, KeyError, TypeError) as error:
+        except msgspec.MsgspecError as error:
             self._file.close()
             raise ValueError(f"{path.name} is no safetensors file: {error}") from None
         except BaseException:
@@ -111,10 +117,19 @@ class SafetensorsFile:
         return tensor[(slice(None), *box[1:])] if len(box) > 1 else tensor
 
 
+class _TensorHeader(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[_Count, ...]
+    data_offsets: tuple[_Count, _Count]
+
+
 class _SafetensorsEntry:
-    def __init__(self, name: str, entry: dict[str, Any], size: int) -> None:
-        self.label, self.shape = str(entry["dtype"]), tuple(int(each) for each in entry["shape"])
-        self.start, stop = entry["data_offsets"]
+    def __init__(self, name: str, entry: Any, size: int) -> None:
+        given = msgspec.convert(entry, _TensorHeader)
+        self.label, self.shape = given.dtype, given.shape
+        self.start, stop = given.data_offsets
+        if len(self.shape) > MAX_RANK or math.prod(each or 1 for each in self.shape) > MAX_ELEMENTS:
+            raise ValueError(f"{name} has the shape {self.shape[:MAX_RANK]}, which no tensor has")
         if self.label not in DTYPE_LABELS:
             raise ValueError(f"{name} has the dtype {self.label}, which Shoal does not know")
         length = math.prod(self.shape) * DTYPE_LABELS[self.label].itemsize

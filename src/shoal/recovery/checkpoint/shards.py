@@ -50,6 +50,7 @@ from shoal.recovery.checkpoint.files import (
     step_name,
 )
 from shoal.recovery.checkpoint.manifest import FileSeal, fsync, make_durable
+from shoal.transport.decoding import decode_plain_json
 
 STALL_SECONDS = 60.0  # without growth until a leader stops waiting for the others
 OWNER = "owner"
@@ -290,7 +291,7 @@ def _read_receipt(partial: Path, shard_index: int) -> ShardReceipt:
     """A receipt. One of a failure is raised as that failure."""
     name = receipt_file(shard_index)
     try:
-        receipt = msgspec.convert(json.loads((partial / name).read_bytes()), ShardReceipt)
+        receipt = msgspec.convert(decode_plain_json((partial / name).read_bytes()), ShardReceipt)
     except (ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{name}: {error}", where=str(partial)) from error
     if receipt.shard_index != shard_index:

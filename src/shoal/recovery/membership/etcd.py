@@ -22,9 +22,11 @@ import msgspec
 from shoal.errors import InputError
 from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot
 from shoal.recovery.membership.store_errors import StoreOutageTimer
+from shoal.transport.decoding import guarded
 
 ADDRESS_FORM = "etcd://host:port[,host:port…][/prefix]"
 DEFAULT_PORT, DEFAULT_PREFIX = 2379, "shoal"
+REPLY_BYTES = 1 << 26  # of a reply; what is longer is cut off, and is then no JSON
 RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
 
 # Codes of gRPC.
@@ -107,6 +109,11 @@ class _EtcdFailure(msgspec.Struct):
     code: int = -1
 
 
+decode_response = guarded(msgspec.json.Decoder(_EtcdResponse, strict=False).decode)
+_decode_line = guarded(msgspec.json.Decoder(_EtcdChunk, strict=False).decode)
+_decode_failure = guarded(msgspec.json.Decoder(_EtcdFailure, strict=False).decode)
+
+
 class _EtcdRefused(Exception):
     """etcd refused a request."""
 
@@ -182,8 +189,11 @@ class EtcdStore:
 
     def _snapshot(self, answer: _EtcdResponse) -> StoreSnapshot:
         start = len(self._base.encode())
-        entries = {pair.key[start:].decode(): StoreEntry(pair.value, pair.mod_revision) for pair in answer.kvs}
-        return StoreSnapshot(answer.header.revision, entries)
+        # A key that is no UTF-8 is none of ours: under its replacement characters nobody looks for it.
+        entries = {
+            pair.key[start:].decode(errors="replace"): StoreEntry(pair.value, pair.mod_revision) for pair in answer.kvs
+        }
+        return StoreSnapshot(answer.header.revision, entries, self.address)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -211,7 +221,7 @@ class EtcdStore:
                         raise self._not_allowed(refused) from refused
                     if not repeat and refused.code != UNKNOWN_CALLER:
                         break
-                except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+                except (OSError, http.client.HTTPException, ValueError) as error:  # unreachable, or no etcd
                     failure = error
                     self._disconnect()
                     if connected and not repeat:
@@ -255,10 +265,8 @@ class EtcdStore:
 
     def _exchange(self, path: str, body: dict[str, Any]) -> _EtcdResponse:
         assert self._connection is not None
-        text = self._post(self._connection, path, body).read()
-        if path == "lease/keepalive":
-            return _decode_chunk(text)
-        return msgspec.json.decode(text, type=_EtcdResponse, strict=False)
+        text = self._post(self._connection, path, body).read(REPLY_BYTES)
+        return _decode_chunk(text) if path == "lease/keepalive" else decode_response(text)
 
     def _changed_before(self, body: dict[str, Any], after: int, deadline: float) -> bool:
         """Whether a record changed after that revision, or does before the deadline. Uses a connection of its own."""
@@ -266,7 +274,7 @@ class EtcdStore:
         try:
             stream = connection.sock
             response = self._post(connection, "watch", body)
-            began = _decode_chunk(response.readline())
+            began = _decode_chunk(response.readline(REPLY_BYTES))
             if began.canceled or began.header.revision < after:  # a revision of an earlier store
                 return True
             while True:
@@ -275,7 +283,7 @@ class EtcdStore:
                     return False
                 stream.settimeout(left)
                 try:
-                    line = response.readline()
+                    line = response.readline(REPLY_BYTES)
                 except TimeoutError:
                     return False
                 reply = _decode_chunk(line)
@@ -292,9 +300,9 @@ class EtcdStore:
         response = connection.getresponse()
         if response.status == http.client.OK:
             return response
-        text = response.read()
+        text = response.read(REPLY_BYTES)
         try:
-            failure = msgspec.json.decode(text, type=_EtcdFailure, strict=False)
+            failure = _decode_failure(text)
         except msgspec.DecodeError:
             raise http.client.HTTPException(f"it answers {response.status} {response.reason}: it is no etcd") from None
         raise _EtcdRefused(failure)
@@ -303,7 +311,7 @@ class EtcdStore:
 def _decode_chunk(line: bytes) -> _EtcdResponse:
     if not line:
         raise ConnectionError("the store closed the connection")
-    chunk = msgspec.json.decode(line, type=_EtcdChunk, strict=False)
+    chunk = _decode_line(line)
     if chunk.result is None:
         raise ConnectionError(f"the store ended the reply: {chunk.error}")
     return chunk.result

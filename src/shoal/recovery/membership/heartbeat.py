@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
+from shoal.recovery.membership.decode_records import RecordReader, as_json
 from shoal.recovery.membership.loss_watch import LossWatch, WorkerProcess
 from shoal.recovery.membership.protocol import (
     EMPTY_VIEW,
@@ -20,6 +22,7 @@ from shoal.recovery.membership.protocol import (
     WorkerId,
 )
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreSnapshot, StoreUnavailable
+from shoal.transport.decoding import decode_json
 
 INTERVAL_SECONDS = 0.25  # between two reads of the store
 RENEWALS = 5  # of a lease in its time, at least
@@ -30,7 +33,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the user has requested since the run began."""
 
     stop: bool = False
-    workers: int | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
     done: bool = False  # the last step is committed: no worker may join any more
     failed: str = ""  # an error of the user's code: the run ends, since a replacement would fail alike
 
@@ -40,34 +43,27 @@ class MembershipState:
 
     def __init__(self, reading: StoreSnapshot) -> None:
         self.revision = reading.revision
-        entries = reading.entries
-        view = entries.get("view")
-        self.view = EMPTY_VIEW if view is None else msgspec.json.decode(view.value, type=MembershipView)
-        self.view_revision = 0 if view is None else view.revision
-        self.alive = {
-            alive.worker_id: alive
-            for key, entry in entries.items()
-            if key.startswith("alive/")
-            for alive in [msgspec.json.decode(entry.value, type=WorkerProcess)]
-        }
-        prefix = f"position/{self.view.generation}/"
-        found = [entry.value for key, entry in entries.items() if key.startswith(prefix)]
-        self.positions = {
-            each.worker_id: each for each in (msgspec.json.decode(value, type=MemberPosition) for value in found)
-        }
-        request = entries.get("request")
-        self.request = RunRequest() if request is None else msgspec.json.decode(request.value, type=RunRequest)
-        why = entries.get("why")
-        self.stacks_revision = 0 if why is None else why.revision
-        self.answers = {key.removeprefix("where/"): each for key, each in entries.items() if key.startswith("where/")}
-        rendezvous = entries.get(f"rendezvous/{self.view.generation}")
-        self.rendezvous = None if rendezvous is None else rendezvous.value.decode()
-        self.driven = "driver" in entries  # the run's driver has a lease
-        committed = entries.get("committed")
-        self.committed = 0 if committed is None else int(committed.value)
+        records = RecordReader(reading)
+        self.unreadable = records.unreadable  # records that were left out, each with the reason
+        self.view = records.required("view", MembershipView, EMPTY_VIEW)
+        self.view_revision = records.revision("view")
+        self.alive = {alive.worker_id: alive for alive in records.under("alive/", WorkerProcess)}
+        found = records.under(f"position/{self.view.generation}/", MemberPosition)
+        self.positions = {each.worker_id: each for each in found}
+        self.request = records.optional("request", as_json(RunRequest), RunRequest())
+        self.stacks_revision = records.revision("why")
+        where = {key: each for key, each in records.entries.items() if key.startswith("where/")}
+        self.answers = {key.removeprefix("where/"): each for key, each in where.items()}
+        self.rendezvous = records.optional(f"rendezvous/{self.view.generation}", bytes.decode, None)
+        self.driven = "driver" in records.entries  # the run's driver has a lease
+        self.committed = records.optional("committed", _number, 0)
 
     def observation(self) -> MembershipObservation:
         return MembershipObservation(view=self.view, alive=frozenset(self.alive), positions=self.positions)
+
+
+def _number(value: bytes) -> int:
+    return decode_json(value, int)
 
 
 EMPTY_STATE = MembershipState(StoreSnapshot(0, {}))
@@ -137,6 +133,7 @@ class Heartbeat:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        said = ""
         while not self._closed.is_set():
             try:
                 self._beat_once()
@@ -150,7 +147,9 @@ class Heartbeat:
                 self._on_retry(time.monotonic() - self._away_since)
                 self._closed.wait(INTERVAL_SECONDS)
             except Exception as error:  # without a heartbeat the worker would be dropped for no visible reason
-                print(f"the heartbeat failed: {error!r}", file=sys.stderr)
+                if repr(error) != said:
+                    said = repr(error)
+                    print(f"the heartbeat failed: {said}", file=sys.stderr)
                 self._closed.wait(INTERVAL_SECONDS)
         self._store.close()
 

@@ -5,6 +5,7 @@ A worker's heartbeat asks for the other members, the driver of a run with parame
 
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -21,7 +22,7 @@ class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the run: its worker, and how other processes check whether it lives."""
 
     worker_id: WorkerId
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
     started: str
     host: str  # equal for processes that can check each other
     host_name: str  # for messages

@@ -117,7 +117,7 @@ class SqliteStore:
         self._outage = StoreOutageTimer()
 
     def read(self, prefix: str = "") -> StoreSnapshot:
-        return _as_snapshot(self._request(sqlite_messages.StoreRead(prefix)))
+        return self._snapshot(self._request(sqlite_messages.StoreRead(prefix)))
 
     def swap(self, key: str, value: bytes | None, expected: int, lease: int | None = None) -> int | None:
         return self._request(sqlite_messages.StoreSwap(key, value, expected, lease)).revision
@@ -136,7 +136,11 @@ class SqliteStore:
 
     def wait(self, prefix: str, after: int, seconds: float) -> StoreSnapshot | None:
         reply = self._request(sqlite_messages.StoreWait(prefix, after, seconds), patience=seconds)
-        return None if reply.entries is None else _as_snapshot(reply)
+        return None if reply.entries is None else self._snapshot(reply)
+
+    def _snapshot(self, reply: sqlite_messages.StoreReply) -> StoreSnapshot:
+        entries = {key: StoreEntry(value, revision) for key, (value, revision) in (reply.entries or {}).items()}
+        return StoreSnapshot(_revision(reply), entries, self.address)
 
     def end_server(self) -> None:
         self._request(sqlite_messages.StoreStop())
@@ -221,11 +225,6 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
             raise ConnectionError("the server closed the connection")
         found += more
     return found
-
-
-def _as_snapshot(reply: sqlite_messages.StoreReply) -> StoreSnapshot:
-    entries = {key: StoreEntry(value, revision) for key, (value, revision) in (reply.entries or {}).items()}
-    return StoreSnapshot(_revision(reply), entries)
 
 
 def _revision(reply: sqlite_messages.StoreReply) -> int:

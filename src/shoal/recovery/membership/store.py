@@ -35,6 +35,7 @@ class StoreSnapshot(msgspec.Struct, frozen=True):
 
     revision: int  # of the store at that moment
     entries: dict[str, StoreEntry]
+    store: str = ""  # its address
 
 
 class StoreUnavailable(RunError):
