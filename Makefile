@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 ETCD   := $(VENV)/etcd/etcd
 PEERS  ?= .venv-peers
 
-.PHONY: demo test test-1 test-2 quick quick-1 quick-2 simulate bench bench-peers lint clean
+.PHONY: demo test test-1 test-2 quick quick-1 quick-2 fuzz fuzz-1 fuzz-2 simulate bench bench-peers lint clean
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,11 +48,25 @@ test-2: $(READY)
 quick: $(READY)
 	@$(MAKE) --no-print-directory -j 2 -O quick-1 quick-2 lint
 
+QUICK_TESTS = ls tests/pure/test_*.py tests/fuzz/test_*.py
+
 quick-1: $(READY)
-	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'p;n')
+	@$(BIN)/python -m pytest $$($(QUICK_TESTS) | sed -n 'p;n')
 
 quick-2: $(READY)
-	@$(BIN)/python -m pytest $$(ls tests/pure/test_*.py | sed -n 'n;p')
+	@$(BIN)/python -m pytest $$($(QUICK_TESTS) | sed -n 'n;p')
+
+# Every parser that reads from network or disk, 100,000 changed inputs each; FUZZ_SEED=1 for others.
+fuzz: export FUZZ_CASES ?= 100000
+fuzz: export FUZZ_SEED ?= 0
+fuzz: $(READY)
+	@$(MAKE) --no-print-directory -j 2 -O fuzz-1 fuzz-2
+
+fuzz-1: $(READY)
+	@$(BIN)/python -m pytest --durations=0 tests/fuzz/test_fuzz_network.py
+
+fuzz-2: $(READY)
+	@$(BIN)/python -m pytest --durations=0 tests/fuzz/test_fuzz_files.py
 
 simulate: $(READY)
 	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)

@@ -153,8 +153,9 @@ def frame_bytes(chance: random.Random) -> bytes:
         shape = [chance.choice((0, 1, 3, 8)) for _ in range(chance.choice((0, 1, 2, 4)))]
         tensors.append(torch.zeros(shape, dtype=chance.choice(DTYPES)))
     meta = messages.encode(chance.choice(SERVER_REQUESTS))
-    numbers = [chance.choice((0, 1, (1 << 63) - 1)) for _ in range(5)]
-    made = Frame(chance.choice((REQUEST, REPLY)), *numbers, meta, tensors)
+    worker, incarnation, sequence, tag, generation = (chance.choice((0, 1, (1 << 63) - 1)) for _ in range(5))
+    kind = chance.choice((REQUEST, REPLY))
+    made = Frame(kind, worker, incarnation, sequence, tag, generation, meta, tensors)
     return (pack_prefix(made) + packed_body(tensors)) * chance.choice((1, 1, 2))
 
 

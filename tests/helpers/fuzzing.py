@@ -10,7 +10,9 @@ of one case in MEASURE_EVERY the peak of Python's memory is measured.
 
 import math
 import random
+import re
 import resource
+import signal
 import struct
 import time
 import tracemalloc
@@ -33,13 +35,15 @@ INTEGERS = (0, 1, -1, 2, 7, 127, 128, 255, 256, 65535, 65536, 1 << 20, 1 << 31, 
             1 << 53, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63), 10**9)  # fmt: skip
 FLOATS = (0.0, -0.0, 1.5, -1.0, 1e-320, 1e308, -1e308, math.inf, -math.inf, math.nan)
 TEXTS = ("", "\0", "a\0b", "x" * 300, "é", "\U0001f40b", "../..", "/", "nan", "-1", "1e999", "9" * 5000, "$tensor")
+NUMBERS = (*map(str, INTEGERS), "1.5", "1e308", "1e-400", "inf", "-inf", "nan", "²", "٣", "1_000", "0x10", "07", "1.",
+           "999999", "1000000000000", "true", "[]", "{}", '""', "1979-05-27", "100%")  # fmt: skip
 BLOBS = (b"", b"\0", b"\xff", b"\xed\xa0\x80", bytes(300))
 
 
 @dataclass(frozen=True)
 class FuzzTarget:
     """`make`: a valid or nearly valid input. `call`: raises nothing but `allowed`. `form`: how a tree is encoded
-    ("json", "msgpack"); empty: only bytes are changed."""
+    ("json", "msgpack"), or "text" for words and numbers; empty: only bytes are changed."""
 
     name: str
     call: Callable[[bytes], object]
@@ -62,6 +66,14 @@ def corpus_of(target: FuzzTarget) -> list[bytes]:
 def run_cases(target: FuzzTarget, cases: int, seed: int = 0) -> int:
     """The number of cases that ran. Raises FuzzFailure with the input of the first that fails, made small."""
     known = corpus_of(target)
+    before = signal.signal(signal.SIGVTALRM, _interrupt)
+    try:
+        return _run_cases(target, cases, seed, known)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _run_cases(target: FuzzTarget, cases: int, seed: int, known: Sequence[bytes]) -> int:
     with mapped_at_most(ADDRESS_BYTES):
         for number, data in enumerate(known):
             check(target, data, f"corpus {number}", measure=target.measured)
@@ -77,8 +89,9 @@ def case(target: FuzzTarget, seed: int, number: int, known: Sequence[bytes] = ()
         data = chance.choice(known)
     else:
         value = target.make(chance)
+        change = changed_words if target.form == "text" else changed_tree
         for _ in range(chance.choice((0, 1, 1, 1, 2, 3)) if target.form else 0):
-            value = changed_tree(chance, value)
+            value = change(chance, value)
         data = value if isinstance(value, bytes) else encoded(value, target.form)
     for _ in range(chance.choice((0, 0, 1, 2, 4)) if target.form else chance.choice((0, 1, 1, 2, 5))):
         data = changed_bytes(chance, data)
@@ -86,7 +99,6 @@ def case(target: FuzzTarget, seed: int, number: int, known: Sequence[bytes] = ()
 
 
 def check(target: FuzzTarget, data: bytes, where: str, measure: bool = False) -> None:
-    began = time.process_time()
     if measure:
         tracemalloc.start()
     try:
@@ -95,25 +107,33 @@ def check(target: FuzzTarget, data: bytes, where: str, measure: bool = False) ->
     finally:
         if measure:
             tracemalloc.stop()
-    spent = time.process_time() - began
     if failure is not None:
-        small = shrunk(target, data, type(failure))
+        small = data if isinstance(failure, TooSlow) else shrunk(target, data, type(failure))
         text = f"{target.name} ({where}): {type(failure).__name__}: {failure}\n  bytes.fromhex({small.hex()!r})"
         raise FuzzFailure(f"{text}\n  {small!r}\n  into tests/fuzz/corpus/{target.name}/ with it") from failure
-    if spent > CASE_SECONDS:
-        raise FuzzFailure(f"{target.name} ({where}): {spent:.1f} s for {len(data)} bytes: {data[:2000].hex()}")
     if peak > PEAK_BYTES + PEAK_FACTOR * len(data):
         raise FuzzFailure(f"{target.name} ({where}): {peak:,} bytes of memory for {len(data)}: {data[:2000].hex()}")
 
 
+class TooSlow(Exception):
+    """A case that was interrupted after its time."""
+
+
 def outcome(target: FuzzTarget, data: bytes) -> Exception | None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, CASE_SECONDS)
     try:
         target.call(data)
     except target.allowed:
         return None
     except Exception as error:
         return error
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
     return None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise TooSlow(f"it took more than {CASE_SECONDS:g} s of this process's time")
 
 
 def shrunk(target: FuzzTarget, data: bytes, kind: type[Exception]) -> bytes:
@@ -150,6 +170,8 @@ def mapped_at_most(num_bytes: int) -> Iterator[None]:
 def encoded(value: Any, form: str) -> bytes:
     if form == "msgpack":
         return msgpack_bytes(value)
+    if form == "text":
+        return str(value).encode()
     return json_bytes(value)
 
 
@@ -247,6 +269,23 @@ def nested(depth: int, in_maps: bool) -> Any:
     for _ in range(min(depth, 300)):  # deeper ones as bytes: encoders recurse, too
         value = {"a": value} if in_maps else [value]
     return value
+
+
+def changed_words(chance: random.Random, text: str) -> str:
+    """A text with one number, word or line changed."""
+    way = chance.random()
+    if way < 0.15:
+        lines = text.split("\n")
+        place, other = chance.randrange(len(lines)), chance.choice(lines)
+        lines[place : place + chance.randrange(2)] = [other] * chance.randrange(3)
+        return "\n".join(lines)
+    words = list(re.finditer(r"\d+(?:\.\d+)?|[A-Za-z_]+|[^\w\s]", text))
+    if not words:
+        return chance.choice(TEXTS)
+    numbers = [word for word in words if word[0][0].isdigit()]
+    word = chance.choice(numbers if numbers and way < 0.7 else words)
+    other = chance.choice((*NUMBERS, *TEXTS)) if way < 0.8 else chance.choice(words)[0]
+    return text[: word.start()] + other + text[word.end() :]
 
 
 def changed_text(chance: random.Random, text: str) -> Any:

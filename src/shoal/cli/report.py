@@ -12,7 +12,7 @@ from shoal.cli.options import run_argument
 from shoal.cli.parser import CommandParser, print_json
 from shoal.errors import InputError
 from shoal.report.closing_report import ClosingReport
-from shoal.report.run_folder import find_run
+from shoal.report.run_folder import RunFolder, find_run
 from shoal.transport.decoding import decode_json
 
 EXAMPLE = "shoal report 7f3a"
@@ -35,6 +35,11 @@ def call(given: argparse.Namespace) -> int:
             f"{given.calibration}: {found}     next: shoal plan FILE --calibrate {shlex.quote(str(given.calibration))}"
         )
         return 0
+    show_report(folder, given.json)
+    return 0
+
+
+def show_report(folder: RunFolder, as_json: bool = False) -> None:
     try:
         value = decode_json(folder.report.read_bytes(), dict[str, Any])
     except FileNotFoundError:
@@ -43,10 +48,11 @@ def call(given: argparse.Namespace) -> int:
     except (OSError, msgspec.DecodeError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
     try:
-        print_report(value, given.json, details=True)
+        print_report(value, as_json, details=True)
     except KeyError as missing:
         raise InputError(f"{folder.report} has no {missing}: it is no report of a run, or was edited") from missing
-    return 0
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise InputError(f"{folder.report} is no report of a run, or was edited: {error}") from error
 
 
 def print_report(value: dict[str, Any], as_json: bool, *, details: bool = False) -> None:

@@ -9,12 +9,14 @@ A worker holds one *model shard*: the same stage and tensor rank in every replic
 same, so every worker has a shard of its own.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.errors import PlanError
 
 AXES = ("data", "pipeline", "tensor")
+WHOLE = re.compile(r"\s*[0-9]{1,9}\s*")
 GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
 
 
@@ -57,7 +59,7 @@ class ParallelLayout:
                 raise PlanError(f"layout '{text}': '{name}' is not known; {known}", fix=GRAMMAR)
             if name in found:
                 raise PlanError(f"layout '{text}' has {name} twice", fix=GRAMMAR)
-            if not value.strip().isdigit():
+            if not WHOLE.fullmatch(value):
                 raise PlanError(f"layout '{text}': {name}={value} is not a whole number", fix=GRAMMAR)
             found[name] = int(value)
         return cls(**found)

@@ -217,6 +217,8 @@ class SnapshotFolder:
 
     def _verified(self, number: int) -> _SnapshotManifest:
         manifest = self._manifest(number)
+        if set(manifest.files) != {VALUES, TENSORS}:
+            raise CheckpointError(f"{self._path(number).name}/{MANIFEST}: it lists {sorted(manifest.files)}")
         for name, written in manifest.files.items():
             path = self._path(number) / name
             title = f"{path.parent.name}/{name}"

@@ -68,7 +68,10 @@ def read_compared_run(folder: RunFolder) -> ComparedRun:
         ) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise InputError(f"{folder.report} cannot be read: {error}") from None
-    return compare_run(report, folder.read_events(), run=folder.id, path=str(folder.path))
+    try:
+        return compare_run(report, folder.read_events(), run=folder.id, path=str(folder.path))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{folder.report} is no report of a run, or was edited: {error}") from error
 
 
 def compare_run(report: dict[str, Any], events: Sequence[AnyEvent], *, run: str, path: str) -> ComparedRun:

@@ -113,7 +113,7 @@ def rounded(number: float | None) -> float | None:
 def parse_size(text: str) -> int:
     """Bytes of 250MB, 1.5GB or 512MiB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt]i?)?b?|bytes?)\s*", text.lower())
-    num_bytes = round(float(found[1]) * UNITS[found[2] or ""]) if found else 0
-    if num_bytes < 1:
+    num_bytes = round(float(found[1][:20]) * UNITS[found[2] or ""]) if found else 0
+    if num_bytes < 1 or (found and len(found[1]) > 20):
         raise InputError(f"{text!r} is no amount of memory", fix="such as 250MB, 1.5GB or 512MiB")
     return num_bytes

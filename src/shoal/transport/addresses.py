@@ -19,7 +19,7 @@ def read_address(text: str) -> tuple[str, Any]:
         return "unix", Path(rest)
     if kind == "tcp" and rest.startswith("//"):
         host, colon, port = rest[2:].rpartition(":")
-        if colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
+        if colon and host and port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 1 << 16:
             return "tcp", (host.strip("[]"), int(port))
     raise InputError(f"{text!r} is no address of a server", fix="unix:PATH on one host, tcp://HOST:PORT between hosts")
 

@@ -5,6 +5,7 @@
 Error feedback is on if training needs it (int4, topk, onebit, powersgd) and otherwise off; the suffix changes that.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
@@ -87,7 +88,7 @@ def _topk(parameter: str | None, where: str) -> Compressor:
 def _powersgd(parameter: str | None, where: str) -> Compressor:
     if parameter is None:
         return PowerSGD()
-    if not (parameter.isascii() and parameter.isdigit() and 1 <= int(parameter) <= MAX_RANK):
+    if not (re.fullmatch("[0-9]{1,9}", parameter) and 1 <= int(parameter) <= MAX_RANK):
         raise InputError(
             f"powersgd takes a rank, a whole number from 1 to {MAX_RANK}, not '{parameter}'",
             where=where,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from shoal.errors import InputError
 from shoal.planner.cluster.units import bandwidth_text, latency_text
 
+MAX_HOSTS, MAX_DEVICES = 1 << 16, 1 << 20  # of a cluster: each host is a value in memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

@@ -45,10 +45,20 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, ClusterHost, ClusterLink, Device, HostInterconnect, Rack
+from shoal.planner.cluster.cluster import (
+    MAX_DEVICES,
+    MAX_HOSTS,
+    Cluster,
+    ClusterHost,
+    ClusterLink,
+    Device,
+    HostInterconnect,
+    Rack,
+)
 from shoal.planner.cluster.parse_devices import DeviceReader
 from shoal.planner.cluster.table_reader import TomlTable
 from shoal.planner.cluster.units import BANDWIDTHS, LATENCIES
+from shoal.transport.decoding import reason
 
 KINDS = ("nvlink", "pcie", "memory", "xgmi")
 LINK_KEYS = ("bandwidth", "latency", "efficiency")
@@ -99,8 +109,8 @@ def read_cluster(path: Path) -> Cluster:
 def parse_cluster(text: str, *, source: str = "cluster") -> Cluster:
     try:
         value = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source} is not TOML: {error}", fix='lines such as bandwidth = "1 Gbit/s"') from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
+        raise InputError(f"{source} is not TOML: {reason(error)}", fix='lines such as bandwidth = "1 Gbit/s"') from None
     return _ClusterReader(source=source, text=text).cluster(value)
 
 
@@ -143,13 +153,30 @@ class _ClusterReader(DeviceReader):
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables) or not tables:
             raise self._wrong("racks", tables, "tables: [[racks]], each with hosts = 2")
         racks: list[Rack] = []
+        hosts = 0
         for number, table in enumerate(tables):
-            racks += self._racks(table, f"racks[{number}]", len(racks), common, uplink)
+            key = f"racks[{number}]"
+            hosts += self._host_count(table, key)
+            if hosts > MAX_HOSTS:
+                raise self._error(f"{key}.hosts", f"{hosts:,} hosts", f"at most {MAX_HOSTS:,} in all racks together")
+            racks += self._racks(table, key, len(racks), common, uplink)
+        found = sum(max(host.devices, host.workers) for rack in racks for host in rack.hosts)
+        if found > MAX_DEVICES:
+            raise self._error("racks", f"{found:,} devices", f"at most {MAX_DEVICES:,} in all hosts together")
         self._used(devices, racks)
         try:
             return Cluster(racks=tuple(racks))
         except InputError as error:
             raise self._error("racks", error.message, error.fix) from None
+
+    def _host_count(self, table: TomlTable, key: str) -> int:
+        """Of all racks of this table, before any is made."""
+        value, racks = table.get("hosts", 1), self._copies(table, key, "racks")
+        if not isinstance(value, list) or not value:
+            return racks * self._count(value, f"{key}.hosts")
+        tables = [each for each in value if isinstance(each, dict)]
+        copies = [self._copies(each, f"{key}.hosts[{number}]", "hosts") for number, each in enumerate(tables)]
+        return racks * (len(value) - len(tables) + sum(copies))
 
     def _racks(self, table: TomlTable, key: str, first: int, common: _HostTable, uplink: TomlTable) -> list[Rack]:
         self._known(table, key, ("name", "count", "hosts", *HOST_OVERRIDES, "uplink"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
-from shoal.planner.cluster.cluster import Cluster, Device, Rack
+from shoal.planner.cluster.cluster import MAX_HOSTS, Cluster, Device, Rack
 from shoal.planner.cluster.library import aliases, cluster_tables, device_tables
 from shoal.planner.cluster.parse import cluster_from, read_cluster
 from shoal.planner.cluster.parse_devices import device_from
@@ -125,4 +125,6 @@ def _count(value: int | None, flag: str, usual: int) -> int:
         return usual
     if value < 1:
         raise InputError(f"{flag} {value}: at least 1 is needed", fix=f"{flag} 1")
+    if value > MAX_HOSTS:
+        raise InputError(f"{flag} {value:,}: at most {MAX_HOSTS:,} are possible")
     return value

@@ -11,6 +11,8 @@ from shoal.planner.cluster.toml_lines import key_lines, line_of
 from shoal.planner.cluster.units import LATENCIES, UnitError, read_quantity
 
 TomlTable = Mapping[str, Any]
+MAX_COUNT = 1 << 20  # of anything
+MAX_QUANTITY = 1e24  # in bytes, FLOP, seconds: more than there is
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
@@ -30,6 +32,8 @@ class TableReader:
         may_be_zero = units is LATENCIES or key.endswith(("half_flops", "reserved"))
         if found == 0 and not may_be_zero:
             raise self._wrong(key, value, f"above 0, such as {example}")
+        if found > MAX_QUANTITY:
+            raise self._wrong(key, value, f"a smaller number, such as {example}")
         return found
 
     def _share(self, value: Any, key: str) -> float:
@@ -40,6 +44,8 @@ class TableReader:
     def _count(self, value: Any, key: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(key, value, "a whole number from 1 up")
+        if value > MAX_COUNT:
+            raise self._wrong(key, value, f"a whole number from 1 to {MAX_COUNT:,}")
         return value
 
     def _name(self, value: Any, key: str) -> str:

@@ -157,8 +157,8 @@ def read_row(values: Mapping[str, str], cluster: str | None = None) -> TableRow:
             near = get_close_matches(name, values, n=1)
             raise InputError(f"column {name} is missing", fix=f"it is called {name}, not {near[0]}" if near else None)
         digits = text.removesuffix(".0").replace("_", "")
-        if not digits.isdecimal() or int(digits) < least:
-            raise InputError(f"column {name} is {text!r}, not a whole number from {least} up")
+        if not digits.isdecimal() or len(digits) > 9 or int(digits) < least:
+            raise InputError(f"column {name} is {text[:40]!r}, not a whole number from {least} to 999,999,999")
         return int(digits)
 
     def word(name: str, known: Sequence[str], usual: str) -> str:

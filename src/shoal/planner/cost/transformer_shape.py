@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from shoal.errors import InputError
 from shoal.planner.cost.workload import Block, Op, Workload
 
+MAX_LAYERS = 10_000  # each is a value in memory
 EXAMPLE = "layers=96,hidden=12288,heads=96,seq=2048,vocab=51200"
 # Flash attention does half of the s² products that are counted where it is causal, at 0.6 of the speed of a plain
 # product in forward; backward does five for the four that count, at 0.4. Fitted to MPT on A100 and H100.
@@ -39,6 +40,8 @@ class TransformerShape:
         for each in fields(self):
             if getattr(self, each.name) < (0 if each.name == "gated" else 1):
                 raise InputError(f"{each.name} is {getattr(self, each.name)}: at least 1", fix=EXAMPLE)
+        if self.layers > MAX_LAYERS:
+            raise InputError(f"layers is {self.layers:,}: at most {MAX_LAYERS:,}", fix=EXAMPLE)
         for what, of in (("hidden", "heads"), ("heads", "kv_heads")):
             total, divisor = getattr(self, what), getattr(self, of)
             if total % divisor:
@@ -117,8 +120,8 @@ class TransformerShape:
 def _number(name: str, value: str) -> int:
     if name == "gated" and value.lower() in ("true", "yes", "false", "no", ""):
         return int(value.lower() in ("true", "yes", ""))
-    if not value.isdecimal():
-        raise InputError(f"{name}={value} is not a whole number", fix=EXAMPLE)
+    if not value.isdecimal() or len(value) > 12:
+        raise InputError(f"{name}={value[:40]} is not a whole number", fix=EXAMPLE)
     return int(value)
 
 

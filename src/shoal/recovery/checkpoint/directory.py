@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import msgspec
-
 from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.recovery.checkpoint.files import (
     FILES,
@@ -131,7 +129,7 @@ class CheckpointDirectory:
             snapshot = read_snapshot(path, manifest, state_shard)
             if _inode(path) != inode:
                 raise ValueError("another checkpoint took its place while it was read")
-        except (OSError, RuntimeError, ValueError, KeyError, msgspec.ValidationError) as error:
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path.name}: {error}", where=str(path), fix="use another checkpoint") from error
         self._verified.add(path)
         return snapshot
