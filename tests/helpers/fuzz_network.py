@@ -24,7 +24,8 @@ from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.membership import etcd, sqlite_messages
-from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
+from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.protocol import MemberPosition, MembershipView, WorkerId
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.sqlite_server import StoreConnection, StoreServer

@@ -10,7 +10,8 @@ from shoal.driver.control import _answers
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.store_monitor import StoreMonitor, living_driver
 from shoal.errors import RunError
-from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, WorkerProcess
+from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
+from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.protocol import MemberPosition, MembershipView, WorkerId
 from shoal.recovery.membership.store import StoreEntry, StoreSnapshot
 from shoal.report.events import TrainingNote

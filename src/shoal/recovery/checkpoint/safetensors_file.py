@@ -117,7 +117,7 @@ class SafetensorsFile:
         return tensor[(slice(None), *box[1:])] if len(box) > 1 else tensor
 
 
-class _TensorHeader(msgspec.Struct, frozen=True):
+class _StoredHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[_Count, ...]
     data_offsets: tuple[_Count, _Count]
@@ -125,7 +125,7 @@ class _TensorHeader(msgspec.Struct, frozen=True):
 
 class _SafetensorsEntry:
     def __init__(self, name: str, entry: Any, size: int) -> None:
-        given = msgspec.convert(entry, _TensorHeader)
+        given = msgspec.convert(entry, _StoredHeader)
         self.label, self.shape = given.dtype, given.shape
         self.start, stop = given.data_offsets
         if len(self.shape) > MAX_RANK or math.prod(each or 1 for each in self.shape) > MAX_ELEMENTS:
