@@ -7,8 +7,9 @@ import pytest
 
 from shoal.driver import control
 from shoal.driver.control import _answers
+from shoal.driver.driver_claim import living_driver
 from shoal.driver.launchers.base import LocalHost
-from shoal.driver.store_monitor import StoreMonitor, living_driver
+from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import RunError
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.loss_watch import WorkerProcess
@@ -91,7 +92,8 @@ def test_commands_and_the_driver_go_on(tmp_path: Path, monkeypatch: pytest.Monke
         assert _answers(Kept(**{"where/0.1": bad}), {"0.1"}, 0) == {}  # type: ignore[arg-type]
     assert _answers(Kept(), {"0.1"}, 0)["0.1"].phase == "forward"  # type: ignore[arg-type]
     monitor = StoreMonitor(tmp_path, "run", "etcd://one:1", LocalHost())
-    monitor.store, monitor._lease = Kept(request=b"{"), 1  # type: ignore[assignment]
+    monitor.store = monitor._claim._store = Kept(request=b"{")  # type: ignore[assignment]
+    monitor._claim._lease = 1
     (note,) = monitor.poll()
     assert isinstance(note, TrainingNote) and "the record request of the store at etcd://one:1" in note.text
     assert list(monitor.unreadable) == ["request"]
