@@ -24,6 +24,7 @@ from shoal.recovery.membership.etcd import EtcdStore
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.testing import ranks
+from shoal.transport import decoding
 
 # -- stores to test against -------------------------------------------------------------------------------------------
 
@@ -424,7 +425,7 @@ def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
-    modules = (sqlite_messages, sqlite_process, sqlite_records, sqlite_server)
+    modules = (decoding, sqlite_messages, sqlite_process, sqlite_records, sqlite_server)
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     clocks = {
         node.attr
