@@ -21,7 +21,7 @@ from shoal.driver.script_control import never_joined, refuse_attaching_script, s
 from shoal.driver.store_monitor import StoreMonitor, living_workers
 from shoal.errors import InputError, RunError
 from shoal.parallel.layout import ParallelLayout
-from shoal.recovery.membership.decode_records import RecordReader, as_json
+from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
@@ -160,13 +160,8 @@ def _answers(store: RunStore, expected: set[str], asked: int) -> dict[str, Worke
     found: dict[str, WorkerActivity] = {}
     while expected - found.keys() and (left := deadline - time.monotonic()) > 0:
         reading: StoreSnapshot = store.read("where/")
-        records = RecordReader(reading)
-        answers = {
-            key.removeprefix("where/"): records.optional(key, as_json(WorkerActivity), None)
-            for key, entry in reading.entries.items()
-            if entry.revision > asked
-        }
-        found = {name: answer for name, answer in answers.items() if answer is not None}
+        answers = readable_since(asked, reading.entries, WorkerActivity)
+        found = {key.removeprefix("where/"): answer for key, answer in answers.items()}
         if expected - found.keys():
             store.wait("where/", reading.revision, min(left, TICK_SECONDS))
     return found

@@ -17,6 +17,7 @@ from shoal.driver.driver_claim import DriverClaim
 from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
 from shoal.recovery.membership import sqlite_client, sqlite_messages
+from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
@@ -185,11 +186,7 @@ class StoreMonitor:
     def activities(self) -> dict[str, WorkerActivity]:
         """The answers so far, by the keys of the processes."""
         answers = {} if self.state is None else self.state.answers
-        return {
-            key: msgspec.json.decode(entry.value, type=WorkerActivity)
-            for key, entry in answers.items()
-            if entry.revision > self._asked
-        }
+        return readable_since(self._asked, answers, WorkerActivity)
 
     def request(self, *, stop: bool) -> None:
         self._request = RunRequest(stop=stop)
