@@ -221,7 +221,7 @@ class CampaignRun:
     def _gaps(self) -> tuple[float, str, float]:
         """The longest silence since the fault, what came before it, and the longest standstill."""
         updates = sorted(time for times in self._pulses() for time in times)
-        spans = [(each.began, each.ended) for each in self.commands]
+        spans = [(each.began, self._run_ended(each)) for each in self.commands]
         known = {start: "the start of a command" for start, _ in spans} | dict.fromkeys(updates, "an update")
         known |= self.watch.said
         since = self.hit_at if self.hit_at is not None else min(updates, default=0.0)
@@ -232,6 +232,11 @@ class CampaignRun:
         silence = longest_gap(sorted(known), spans, since)
         moving = [(start, min(end, last)) for start, end in spans if start < last]
         return silence.seconds, known.get(silence.began, "nothing"), longest_gap(updates, moving, since).seconds
+
+    def _run_ended(self, command: Command) -> float:
+        """When the run was over, or the command if that came first."""
+        over = [at for at, said in self.watch.said.items() if said == "RunFinished" and at >= command.began]
+        return min([command.ended, *over])
 
     def _temporary_left(self) -> list[str]:
         """What a killed driver leaves is for the next run to remove, so only a resumed run has no excuse."""
