@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from helpers.command import Caller, write_job
+from shoal.recovery.checkpoint.manifest import read_manifest, write_manifest
 from shoal.transport.key_folder import KeyFolder
 
 root = pytest.mark.skipif(
@@ -78,3 +79,22 @@ def test_a_run_on_two_hosts_leaves_its_secrets_in_keys_alone(call: Caller, monke
         content = path.read_bytes()
         assert b"PRIVATE KEY" not in content, path
         assert [secret for secret in secrets if secret.encode() in content] == [], path
+
+
+def test_a_changed_checkpoint_is_refused_on_resume(call: Caller) -> None:
+    """By somebody who can write checkpoints, seals them properly, and does not have the run's key."""
+    job = write_job(Path.cwd())
+    whole = call.train(job).sha256
+    call("train", job, "--stop-after", "4", "--run-dir", "run")
+    checkpoint = Path("run/checkpoints/step-00000004")
+    signed = (checkpoint / "manifest.json").read_bytes()
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    (checkpoint / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    write_manifest(checkpoint, step=4, names=tuple(read_manifest(checkpoint).files))
+    refused = call("train", job, "--resume", "run")
+    assert refused.code == 2
+    assert "step-00000004: manifest.json is not the one that was signed" in refused.err
+    assert "--accept unsigned" in refused.err and "run/keys/manifest.key" in refused.err
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    (checkpoint / "manifest.json").write_bytes(signed)
+    assert call.train(job, "--resume", "run").sha256 == whole

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from shoal.driver.launch_spec import LaunchSpec
 from shoal.driver.launchers import base
@@ -17,9 +18,12 @@ from shoal.report.run_folder import RunFolder
 from shoal.transport.addresses import is_loopback
 from shoal.transport.credentials import Credentials
 from shoal.transport.identity import Role
-from shoal.transport.key_folder import KEYS, KeyFolder
+from shoal.transport.secret_files import KEYS
 from shoal.worker.event_channel import STOP_WORD
 from shoal.worker.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from shoal.transport.key_folder import KeyFolder
 
 
 class RunProcesses:
@@ -148,7 +152,7 @@ class RunProcesses:
         return cores[rank * threads : (rank + 1) * threads]
 
 
-def _keys_of(launch: LaunchSpec, folder: RunFolder) -> KeyFolder | None:
+def _keys_of(launch: LaunchSpec, folder: RunFolder) -> "KeyFolder | None":
     """None: all processes are on this machine, where sockets of this user need no certificates."""
     launcher = launch.launcher
     hosts = [launcher.services(), *launcher.hosts(launch.size)]
@@ -156,4 +160,6 @@ def _keys_of(launch: LaunchSpec, folder: RunFolder) -> KeyFolder | None:
         hosts += launcher.hosts(launch.servers)
     if all(is_loopback(host.address) for host in hosts):
         return None
+    from shoal.transport.key_folder import KeyFolder  # only here: `cryptography` takes a while
+
     return KeyFolder(folder.path / KEYS, folder.id)

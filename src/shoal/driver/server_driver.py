@@ -40,7 +40,7 @@ from shoal.report.events import (
 from shoal.report.human import plural
 from shoal.report.run_folder import RunFolder
 from shoal.transport.identity import Role
-from shoal.transport.key_folder import KEYS, SERVERS_KEY, kept_secret
+from shoal.transport.secret_files import KEYS, SERVERS_KEY, kept_secret
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
 
@@ -70,7 +70,7 @@ class ServerSupervisor(WorkerSupervisor):
         self.lost_at: float | None = None  # when a worker was lost, until a further step is committed
         self.asked_to_end = False
         self.process_watch = ProcessWatch(self.config.failure.lease)
-        self.secret = kept_secret(recorder.folder.path / KEYS, SERVERS_KEY, make=True)  # the servers' own token
+        self.secret = kept_secret(recorder.folder.path / KEYS / SERVERS_KEY, make=True)  # the servers' own token
 
     def begin(self, workers: Collection[WorkerId]) -> None:
         for shard in range(self.launch.servers):

@@ -29,6 +29,7 @@ from shoal.report.events import (
     encode,
 )
 from shoal.transport.decoding import decode_json
+from shoal.transport.secret_files import KEYS, MANIFEST_KEY, kept_secret
 
 DEFAULT_ROOT = Path("runs")
 LAST_TIME = 253402214400.0  # of a run, in seconds since 1970: the end of year 9999, beyond which no calendar goes
@@ -78,6 +79,7 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     path.rmdir()
             raise _unwritable(path, error) from error
+        kept_secret(path / KEYS / MANIFEST_KEY, make=True)  # signs its checkpoints
         return cls(path)
 
     @classmethod

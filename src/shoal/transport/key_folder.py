@@ -11,7 +11,6 @@ RUN/keys/                  0700, each file 0600
 """
 
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,12 +20,10 @@ from shoal.errors import InputError
 from shoal.transport.authority import AUTHORITY, REVOKED, RunAuthority
 from shoal.transport.credentials import CREDENTIALS_VARIABLE, Credentials
 from shoal.transport.identity import Role
-from shoal.transport.secret_files import make_private_folder, read_secret, write_secret
+from shoal.transport.secret_files import write_secret
 
-KEYS = "keys"  # in the run's folder
 NEXT = "next.pem"
 ISSUED = "issued.jsonl"
-SERVERS_KEY, MANIFEST_KEY = "servers.key", "manifest.key"
 
 
 class IssuedCertificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,12 +128,3 @@ class KeyFolder:
                 f"run {self.run} has no authority: it ran on one host, where sockets of this user need no certificates",
                 fix="keys are made when a run has several hosts",
             )
-
-
-def kept_secret(path: Path, name: str, *, make: bool) -> str:
-    """A secret of a run's folder `keys`; empty: it has none, and `make` is not asked for."""
-    file = path / name
-    if make and not file.exists():
-        make_private_folder(path)
-        write_secret(file, secrets.token_hex(32) + "\n")
-    return read_secret(file, "a secret of the run").strip() if file.exists() else ""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shoal.errors import InputError
 
+KEYS = "keys"  # in a run's folder
+SERVERS_KEY, MANIFEST_KEY = "servers.key", "manifest.key"  # secrets there; key_folder.py has the others
 FEWEST_CHARACTERS = 32  # of a shared secret: anyone who can connect may try guesses at home
 
 
@@ -58,3 +60,11 @@ def checked_secret(secret: str, source: str) -> str:
             fix="shoal keys new FILE   makes one",
         )
     return secret
+
+
+def kept_secret(file: Path, *, make: bool) -> str:
+    """A secret of a run's folder `keys`; empty: it has none, and `make` is not asked for."""
+    if make and not file.exists():
+        make_private_folder(file.parent)
+        write_secret(file, secrets.token_hex(32) + "\n")
+    return read_secret(file, "a secret of the run").strip() if file.exists() else ""

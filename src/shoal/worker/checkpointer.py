@@ -23,6 +23,7 @@ from shoal.recovery.checkpoint.policy import CheckpointPolicy
 from shoal.recovery.checkpoint.reader import average_tensors, open_weights
 from shoal.recovery.checkpoint.serialize import SnapshotBuffers
 from shoal.recovery.checkpoint.shards import CheckpointAbandoned
+from shoal.recovery.checkpoint.signature import ACCEPT_UNSIGNED, ManifestSigner
 from shoal.recovery.checkpoint.state import capture_weights
 from shoal.report.events import CheckpointIntervalChanged, CheckpointSaved, Event, SaveFailed
 
@@ -62,7 +63,10 @@ class Checkpointer:
         self.saved_step = -1  # of the newest checkpoint that this worker knows to be in place
         self.capture_seconds = 0.0  # that training waited for the last save
         self.write_seconds: float | None = None  # that the last write took beside training
-        self.directory = None if folder is None else CheckpointDirectory(folder / "checkpoints")
+        self.directory: CheckpointDirectory | None = None
+        if folder is not None:
+            signer = ManifestSigner(folder, accept_unsigned=ACCEPT_UNSIGNED in live.accept)
+            self.directory = CheckpointDirectory(folder / "checkpoints", signer=signer)
         self._check_peers = check_peers
         self._buffers = SnapshotBuffers()
         self._thread: ThreadPoolExecutor | None = None

@@ -21,10 +21,12 @@ from shoal.parallel.pipeline_schedule import check_schedule_name
 from shoal.parallel.plan import Plan, read_plan
 from shoal.paramserver.sync_mode import EXAMPLES, SyncMode
 from shoal.recovery.checkpoint.arithmetic import ACCEPTABLE
+from shoal.recovery.checkpoint.signature import ACCEPT_UNSIGNED
 from shoal.report.human import parse_size
 from shoal.report.loggers.logger import read_names
 
 AUTO = "auto"  # of `plan`: the planner chooses; of `checkpoint`: the measured cost decides
+MAY_CHANGE = (*ACCEPTABLE, ACCEPT_UNSIGNED)  # of `accept`
 MOST_SERVERS = 256  # more are a typing mistake: every worker connects to every server
 
 
@@ -188,16 +190,16 @@ class Checkpoint(ConfigGroup):
         False, "go on with a run (folder, id, or nothing: the newest), on any workers", "RUN", nargs="?", const=True
     )
     accept: str = option(
-        "", f"with --resume: go on although these have changed ({','.join(ACCEPTABLE)}); the report notes it", "LIST"
+        "", f"with --resume: go on although these have changed ({','.join(MAY_CHANGE)}); the report notes it", "LIST"
     )
     stop_after: int | None = option(None, "stop after this step, resumable", "N", least=1)
     save_on_error: bool = option(True, "an error ends the run: save the last whole step first (on)")
 
     def check(self) -> None:
-        unknown = [name for name in self.accepted if name not in ACCEPTABLE]
+        unknown = [name for name in self.accepted if name not in MAY_CHANGE]
         if unknown:
-            near = get_close_matches(unknown[0], ACCEPTABLE, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"what may: {', '.join(ACCEPTABLE)}"
+            near = get_close_matches(unknown[0], MAY_CHANGE, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"what may: {', '.join(MAY_CHANGE)}"
             raise InputError(f"--accept {unknown[0]}: it may not change on the way", fix=fix)
         if self.accepted and self.resume is False:
             raise InputError(f"--accept {self.accept} is for a run that goes on", fix="--resume RUN")

@@ -246,6 +246,8 @@ class TrainingState(ABC):
             changes=self.changes,
         )
         self.emit(event)
+        if found is not None and found.note:
+            self.emit(events.TrainingNote(text=found.note))
         for text in self.changes:
             self.emit(events.TrainingNote(text=f"{text}: the result is not that of one job from its first step"))
 

@@ -50,6 +50,7 @@ from shoal.recovery.checkpoint.shards import (
     write_as_follower,
     write_as_leader,
 )
+from shoal.recovery.checkpoint.signature import ManifestSigner, SignatureRefused
 from shoal.recovery.membership import process
 
 _COMPLETE = re.compile(r"step-(\d{8,})(\.replaced-[0-9a-f]+)?")
@@ -77,18 +78,22 @@ class FoundCheckpoint:
     snapshot: Snapshot
     path: Path
     skipped: list[str]  # the defects of newer checkpoints that did not verify
+    note: str = ""  # on its signature
 
 
 class CheckpointDirectory:
     """The checkpoints of one run in one folder, which keeps the newest `keep` of them."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, stall_seconds: float = STALL_SECONDS, signer: ManifestSigner | None = None
+    ) -> None:
         if keep < 1:
             raise InputError(f"keep={keep}: at least 1 checkpoint has to stay", fix="keep=2")
         self.folder = folder
         self.keep = keep
         self.preferred: list[int] = []  # steps: the first of them that has a checkpoint is kept, however old
         self.stall_seconds = stall_seconds
+        self.signer = signer  # None: checkpoints are neither signed nor refused for want of a signature
         self._verified: set[Path] = set()  # not read again each time another checkpoint is written
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -102,8 +107,9 @@ class CheckpointDirectory:
         for path in self._complete():
             inode = _inode(path)
             try:
-                return FoundCheckpoint(snapshot=self.read(path, state_shard), path=path, skipped=skipped)
-            except CheckpointMismatch:
+                snapshot, note = self._read(path, state_shard)
+                return FoundCheckpoint(snapshot=snapshot, path=path, skipped=skipped, note=note)
+            except (CheckpointMismatch, SignatureRefused):
                 raise
             except CheckpointError as error:
                 if inode is None or _inode(path) != inode:  # a live run replaced or removed it meanwhile: look again
@@ -119,8 +125,13 @@ class CheckpointDirectory:
 
     def read(self, path: Path, state_shard: StateShard | None = None) -> Snapshot:
         """Verifies a checkpoint and reads it, or the slices that one worker holds."""
+        return self._read(path, state_shard)[0]
+
+    def _read(self, path: Path, state_shard: StateShard | None) -> tuple[Snapshot, str]:
+        """Also returns a note on its signature, which comes before anything that the manifest lists is read."""
         inode = _inode(path)
         manifest = read_manifest(path)
+        note = "" if self.signer is None else self.signer.check(path, manifest.encode())
         verify(path, manifest, files_of(manifest))
         named = _COMPLETE.fullmatch(path.name)
         if named and int(named[1]) != manifest.step:
@@ -132,7 +143,7 @@ class CheckpointDirectory:
         except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path.name}: {error}", where=str(path), fix="use another checkpoint") from error
         self._verified.add(path)
-        return snapshot
+        return snapshot, note
 
     @property
     def has_checkpoint(self) -> bool:
@@ -198,7 +209,12 @@ class CheckpointDirectory:
         return WrittenCheckpoint(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - began)
 
     def _fill(self, partial: Path, snapshot: Snapshot, task: ShardWriteTask | None) -> None:
-        """Writes all files of a checkpoint and makes them durable, the manifest last."""
+        """Writes all files of a checkpoint and makes them durable, the manifest and its signature last."""
+        self._fill_files(partial, snapshot, task)
+        if self.signer is not None:
+            self.signer.sign(partial)
+
+    def _fill_files(self, partial: Path, snapshot: Snapshot, task: ShardWriteTask | None) -> None:
         if task is None:
             partial.mkdir()
             write_whole(partial, snapshot)
