@@ -39,6 +39,7 @@ COMMANDS = {
         "why [RUN]": "who waits for whom, in which operation, at which line",
         "scale [RUN]": "more or fewer workers, from the next step on",
         "stop [RUN]": "finish the step, save, stop",
+        "keys new|show|…": "secrets and certificates: who is in a run, and who no longer is",
     },
     "After": {
         "report [RUN]": "the closing report of a run",

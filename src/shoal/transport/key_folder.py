@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.errors import InputError
 from shoal.transport.authority import AUTHORITY, REVOKED, RunAuthority
-from shoal.transport.credentials import CREDENTIALS_VARIABLE, Credentials
+from shoal.transport.credentials import CREDENTIALS_VARIABLE, Credentials, read_revoked
 from shoal.transport.identity import Role
 from shoal.transport.secret_files import write_secret
 
@@ -53,6 +53,15 @@ class KeyFolder:
         return (self.path / AUTHORITY).exists()
 
     @property
+    def is_rotated(self) -> bool:
+        """Whether the next sitting has another authority."""
+        return (self.path / NEXT).exists()
+
+    @property
+    def revoked(self) -> frozenset[int]:
+        return read_revoked(self.path / REVOKED)
+
+    @property
     def authority(self) -> RunAuthority:
         """The run's; made when it is needed first."""
         if self._authority is None:
@@ -65,7 +74,7 @@ class KeyFolder:
 
     def begin(self) -> None:
         """A sitting of the run begins: an authority that was made by `rotate` takes the place of the former one."""
-        if (self.path / NEXT).exists():
+        if self.is_rotated:
             for found in (*self.path.glob("*.json"), self.path / ISSUED, self.path / REVOKED):
                 found.unlink(missing_ok=True)
             os.replace(self.path / NEXT, self.path / AUTHORITY)

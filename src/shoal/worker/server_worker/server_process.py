@@ -106,6 +106,7 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
 
     try:
         server.serve(until)
+        refusals.note(server)
         context.channel.emit(server_event(shard, meter, final=True))
     finally:
         server.close()
@@ -137,6 +138,19 @@ class AwaitedWorkers:
         if not workers:
             return Doing(phase="serves", step=self._shard.step if coordinator is None else step)
         return Doing(phase="serves", waits_for=list(workers), since=now - since, step=step)
+
+
+class _Refusals:
+    """Notes in the server's log who was refused: a line a report, however many came."""
+
+    def __init__(self) -> None:
+        self._noted = 0
+
+    def note(self, server: ParameterServer) -> None:
+        count = sum(server.close_counts[kind] for kind in ("stranger", "refused", "bad frame"))
+        if count > self._noted and server.close_reasons:
+            print(f"{count - self._noted} connections refused; the last was {server.close_reasons[-1]}", flush=True)
+        self._noted = count
 
 
 def serve_script(context: WorkerContext, number: int) -> None:
