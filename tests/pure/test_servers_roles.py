@@ -34,6 +34,7 @@ from shoal.paramserver.shard import ParameterShard
 from shoal.transport.authority import RunAuthority
 from shoal.transport.credentials import Credentials, self_issued
 from shoal.transport.identity import Role
+from shoal.worker.server_worker.server_process import _Refusals
 
 TOKEN = "the servers' own"
 SHARED = "a secret of thirty-two characters or more"
@@ -216,3 +217,18 @@ def test_the_environment_gives_credentials(monkeypatch: pytest.MonkeyPatch) -> N
         with ParameterClient(here) as client:
             table = client.dense("model", values_of({"w": [4]}), spec=SPEC)
             assert table.push({"w": torch.zeros(4)}).wait() == 1
+
+
+def test_the_log_of_a_server_has_a_line_for_all_who_were_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusals = _Refusals()
+    with serving(f"unix:{tmp_path / 's'}", token=TOKEN) as server:
+        refusals.note(server)
+        for _ in range(3):
+            with pytest.raises(RefusedError):
+                ParameterClient(server.addresses, token="guess")
+        refusals.note(server)
+        refusals.note(server)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("3 connections refused; the last was ") and "a wrong token" in line

@@ -70,7 +70,7 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
 
 
 def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFolder, interval: float | None) -> None:
-    meter, awaits = MemoryMeter(), AwaitedWorkers(shard)
+    meter, awaits, refusals = MemoryMeter(), AwaitedWorkers(shard), _Refusals()
     presence = RunPresence(context, awaits.doing)
     kept = snapshots.newest() if context.incarnation else None
     if kept is not None:
@@ -101,6 +101,7 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
                 return True
         if now - reported_at >= REPORT_SECONDS:
             reported_at = now
+            refusals.note(server)
             context.channel.emit(server_event(shard, meter))
         return context.channel.should_stop()
 
