@@ -28,6 +28,8 @@ def check_private(folder: Path) -> None:
         "step-1": 0o700,
         "model.safetensors": 0o600,
         "events.jsonl": 0o600,
+        "keys": 0o700,
+        "manifest.key": 0o600,
     }
 
 

@@ -120,7 +120,7 @@ def test_fresh_folder_has_four_hex_and_can_be_written(tmp_path: Path) -> None:
     folder = RunFolder.create(None, root=tmp_path / "runs")
     assert re.fullmatch("[0-9a-f]{4}", folder.id)
     assert folder.path == tmp_path / "runs" / folder.id
-    assert list(folder.path.iterdir()) == []
+    assert [path.name for path in folder.path.rglob("*")] == ["keys", "manifest.key"]
 
 
 def test_fresh_folders_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RunFolderError, match=r"report\.json: No space left"):
         folder.write_json(folder.report, {"steps": 2})
     assert folder.report.read_text() == '{\n  "steps": 1\n}\n'
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keys", "report.json"]
 
 
 def test_events_and_metrics_can_be_read_again(tmp_path: Path) -> None:

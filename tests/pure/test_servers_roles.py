@@ -228,6 +228,9 @@ def test_the_log_of_a_server_has_a_line_for_all_who_were_refused(
         for _ in range(3):
             with pytest.raises(RefusedError):
                 ParameterClient(server.addresses, token="guess")
+        until = time.monotonic() + 5
+        while server.close_counts["refused"] < 3 and time.monotonic() < until:  # it answers, then counts
+            time.sleep(0.01)
         refusals.note(server)
         refusals.note(server)
     (line,) = capsys.readouterr().out.splitlines()

@@ -86,7 +86,7 @@ def test_a_run_folder_holds_everything(call: Caller, tmp_path: Path, monkeypatch
     folder = Path("deep/run")
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "plan.json", "events.jsonl", "metrics.jsonl", "report.json", "model.safetensors"),
-        *("checkpoints", "worker-0.log", "worker-1.log", "prediction.json"),
+        *("checkpoints", "keys", "worker-0.log", "worker-1.log", "prediction.json"),
     }
     assert json.loads((folder / "report.json").read_text()) == result.value
     assert json.loads((folder / "plan.json").read_text())["assignment"] == [[0, 2], [2, 4]]

@@ -1,6 +1,6 @@
 """The run folder: everything that a run writes, for its owner alone. Used by the driver, reports and resumed runs.
 
-config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  checkpoints/  worker-0.log …
+config.json  plan.json  prediction.json  events.jsonl  metrics.jsonl  report.json  checkpoints/  keys/  worker-0.log …
 model.safetensors  best.safetensors (keep_best)  ema.safetensors (ema)
 """
 
@@ -9,6 +9,7 @@ import difflib
 import os
 import secrets
 import shlex
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -74,12 +75,13 @@ class RunFolder:
             raise _unwritable(run_dir or root, error) from error
         try:
             atomic_write.try_to_write(path)
+            kept_secret(path / KEYS / MANIFEST_KEY, make=True)  # signs its checkpoints
         except OSError as error:
             if made:
                 with contextlib.suppress(OSError):
+                    shutil.rmtree(path / KEYS, ignore_errors=True)
                     path.rmdir()
             raise _unwritable(path, error) from error
-        kept_secret(path / KEYS / MANIFEST_KEY, make=True)  # signs its checkpoints
         return cls(path)
 
     @classmethod

@@ -1,7 +1,6 @@
 """Files with secrets: mode 0600, written whole, and refused if others can read them. Only the standard library."""
 
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -14,7 +13,7 @@ FEWEST_CHARACTERS = 32  # of a shared secret: anyone who can connect may try gue
 
 def write_secret(path: Path, text: str) -> None:
     """Readers see the old file or the new one, and nobody else sees either."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w") as file:
@@ -66,5 +65,5 @@ def kept_secret(file: Path, *, make: bool) -> str:
     """A secret of a run's folder `keys`; empty: it has none, and `make` is not asked for."""
     if make and not file.exists():
         make_private_folder(file.parent)
-        write_secret(file, secrets.token_hex(32) + "\n")
+        write_secret(file, os.urandom(32).hex() + "\n")
     return read_secret(file, "a secret of the run").strip() if file.exists() else ""
