@@ -3,6 +3,7 @@ Training goes on, whoever is silent is named, and Ctrl-C works."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from helpers.faults import ASKS, LANE, Faults, until_true
 from shoal.driver.launchers import local
 from shoal.driver.launchers.base import LAUNCHER_SOCKET
 from shoal.driver.launchers.fork_server import ATTACH
+from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 from shoal.transport.unix_sockets import connect
@@ -132,3 +134,23 @@ def test_a_stopped_process_of_a_plain_script_is_named(tmp_path: Path, call: Call
         driver.wait_for(f"worker 1 (pid {paused['pid']}) goes on, after")
         Path("end").touch()
         assert driver.end().code == 0
+
+
+def test_a_run_whose_folder_is_deleted_says_so_and_ends(faults: Faults) -> None:
+    """All of it, also its store."""
+
+    def delete() -> bool:
+        shutil.rmtree(faults.run, ignore_errors=True)  # others write into it meanwhile
+        return not faults.run.exists()
+
+    faults.at(LANE, until_true(delete), step=3, worker=0)
+    faults.at(ASKS, signal.pause, step=5)
+    with faults.drive(job(), workers=2, quiet=False, plain=True) as driver:
+        until_true(lambda: read_server_info(faults.run) is not None)()
+        serving = read_server_info(faults.run)
+        result = driver.end()
+    assert serving is not None
+    assert result.code != 0
+    assert f"RunFolderError: the run ends: its folder {faults.run} was deleted or moved while it ran" in result.err
+    until_true(lambda: not Path(f"/proc/{serving.pid}").exists())()
+    assert not faults.run.exists()

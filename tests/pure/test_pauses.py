@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from shoal.driver import driver_claim
 from shoal.driver.driver_claim import DriverClaim, DriverRecord, living_driver
+from shoal.driver.folder_watch import FolderWatch
 from shoal.driver.launchers.base import (
     ProcessEvent,
     ProcessLine,
@@ -27,6 +29,7 @@ from shoal.report.events import EventsDropped, ProcessPaused, WorkerPrinted, dec
 from shoal.report.wording import paused_text
 from shoal.transport import greetings, unix_sockets
 from shoal.transport.greetings import Greetings
+from shoal.transport.owned_folder import OwnedFolder, remove_orphans
 from shoal.transport.unix_sockets import PeerCredentials, accept_own_user, connect, listen
 from shoal.worker import event_channel
 from shoal.worker.event_channel import EventChannel, undelivered_file
@@ -244,6 +247,41 @@ def test_who_is_stopped_is_said_with_what_to_type() -> None:
         " no worker can be started until it goes on; kill -CONT 9 continues it"
     )
     assert paused_text(ProcessPaused(rank=1, pid=9, seconds=61.0)) == "worker 1 (pid 9) goes on, after 1:01"
+
+
+# -- what processes leave behind --------------------------------------------------------------------------------------
+
+
+def test_a_temporary_folder_goes_with_the_last_process_that_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "shoal-x").mkdir()  # of something else
+    (tmp_path / "shoal-y.txt").touch()
+    killed, living, failed = OwnedFolder("verify"), OwnedFolder("verify"), OwnedFolder("servers")
+    (killed.path / "run").mkdir()
+    os.close(os.dup(killed._descriptor))  # a process that had it, too, and has ended
+    assert remove_orphans() == []
+    killed._release()  # as the kernel does
+    failed.keep()
+    assert remove_orphans() == [killed.path]
+    assert {each.name for each in tmp_path.iterdir()} == {"shoal-x", "shoal-y.txt", living.path.name, failed.path.name}
+    living.remove()
+    assert not living.path.exists() and failed.path.exists()
+
+
+def test_a_folder_that_is_deleted_under_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    watch = FolderWatch(run)
+    assert not watch.gone()
+    run.rename(tmp_path / "moved")
+    assert watch.gone()
+    (tmp_path / "other").mkdir()
+    watch = FolderWatch(tmp_path / "other")
+    (tmp_path / "moved").rename(tmp_path / "other")
+    assert watch.gone(), "another folder has its name"
+    assert str(watch.error()).startswith(f"the run ends: its folder {tmp_path}/other was deleted or moved")
 
 
 # -- one driver -------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path, monk
     (log,) = re.findall(r"log: (.*)", result.err)
     assert "ValueError: broken" in Path(log).read_text(), "the log that the error names is there"
     assert f"kept: {Path(log).parent}" in result.err
-    (kept,) = tmp_path.glob("shoal-verify-*")
+    (kept,) = tmp_path.glob("shoal-verify.*")
     assert Path(log).is_relative_to(kept)
     assert [path.name for path in kept.iterdir()] == ["reference"]
     assert not (kept / "reference" / "checkpoints").exists()
@@ -138,7 +138,7 @@ def test_a_script_that_joins_is_verified_as_the_report_advises(
         r" \S+, relative \S+, and \d more tensors",
         differs.err,
     ), differs.err
-    assert not list(tmp_path.glob("shoal-verify-*")), "nothing is left of runs that ended"
+    assert not list(tmp_path.glob("shoal-verify.*")), "nothing is left of runs that ended"
 
 
 # -- against an ordinary loop -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from shoal.driver import outcome
+from shoal.driver.folder_watch import FolderWatch
 from shoal.driver.interrupts import Interrupts
 from shoal.driver.launch_spec import DRIVER_STATE, SITTING_FILES, DriverState, LaunchSpec
 from shoal.driver.launchers.base import (
@@ -66,7 +67,7 @@ class RunDriver:
         self.recorder: RunRecorder = RunRecorder(launch, folder, config, tally)
         self.supervisor = self.supervisor_type(self.recorder, self.processes, self.interrupts, failures)
         self.scripts = ScriptWatch(self.recorder, self.processes, self.supervisor)
-        self.pauses = PauseWatch()
+        self.pauses, self.folder_watch = PauseWatch(), FolderWatch(folder.path)
         self._stop_reported = False
 
     @property
@@ -177,8 +178,12 @@ class RunDriver:
             ended = outcome.outcome(recorder.tally, size=self.launch.size, interrupted=interrupted)
             self._close_store(for_good=ended == "done" or self.scripts.never_joined)
             supervisor.next_plan = supervisor.next_plan if ended == "failed" else None
-            value = recorder.report(ended) if supervisor.next_plan is None else {}
+            gone = self.folder_watch.gone()
+            value = recorder.report(ended) if supervisor.next_plan is None and not gone else {}
             recorder.close()
+        if gone:
+            supervisor.next_plan = None
+            raise self.folder_watch.error()
         if supervisor.next_plan is not None:  # the run has no end yet to report
             return value
         if ended == "stopped" and self.scripts.never_joined:
@@ -189,11 +194,14 @@ class RunDriver:
         return value
 
     def watch(self) -> None:
-        """Returns when no process of the run is left, or those that are left wait for one that failed."""
+        """Returns when no process of the run is left, those that are left wait for one that failed, or the run's folder
+        is gone. The launcher ends the rest when it is closed."""
         recorder, supervisor = self.recorder, self.supervisor
         while self.processes.running:
             for event in self.processes.poll(TICK_SECONDS):
                 self._handle(event)
+            if self.folder_watch.gone(now=False):
+                return
             self._emit_prints()
             supervisor.tick()
             for paused in self.pauses.tick(self.processes.watched_pids()):
@@ -204,7 +212,7 @@ class RunDriver:
             self._report_stopping()
             failed_at = None if self.scripts.stopping else supervisor.failed_at
             if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
-                return  # the launcher ends the rest when it is closed
+                return
 
     def _handle(self, event: ProcessEvent) -> None:
         match event:

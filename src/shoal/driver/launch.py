@@ -27,6 +27,7 @@ from shoal.report.events import CheckpointSaved, RunResumed, RunStarted
 from shoal.report.loggers.logger import Logger, open_loggers, split_loggers
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
+from shoal.transport.owned_folder import remove_orphans
 from shoal.worker.context import WorkerContext, note_training
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.main import run_script, train_job
@@ -185,6 +186,7 @@ def check_isa(job: Job) -> None:
 
 def open_folder(config: RunConfig) -> RunFolder:
     """A fresh folder, or that of the resumed run; both can be written to."""
+    remove_orphans()
     open_loggers(config.output.loggers)  # a missing package is reported before a folder is made
     if config.checkpoint.resume is False:
         return _listed(RunFolder.create(None if config.output.run_dir is None else Path(config.output.run_dir)), config)

@@ -1,7 +1,6 @@
 """`shoal verify`: runs a job or a script on several placements and compares the sha256."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.report.events import StepDigest, decode
 from shoal.report.human import plural
+from shoal.transport.owned_folder import OwnedFolder
 from shoal.worker.job_setup import OpenJob
 from shoal.worker.run_config import RunConfig, Servers
 
@@ -236,7 +236,8 @@ def stops_at(step: int) -> Iterator[None]:
 @contextmanager
 def runs_folder() -> Iterator[Path]:
     """A temporary folder for the runs. Of a run that failed, all but its checkpoints stays: the error names its log."""
-    root = Path(tempfile.mkdtemp(prefix="shoal-verify-"))
+    owned = OwnedFolder("verify")
+    root = owned.path
     kept: Path | None = None
     try:
         yield root
@@ -252,7 +253,9 @@ def runs_folder() -> Iterator[Path]:
         for folder in root.iterdir():
             shutil.rmtree(folder / "checkpoints" if folder == kept else folder, ignore_errors=True)
         if kept is None:
-            root.rmdir()
+            owned.remove()
+        else:
+            owned.keep()
 
 
 def traced_config(placed: VerifyPlacement, folder: Path, steps: int) -> RunConfig:

@@ -4,10 +4,8 @@ with LocalServers(2) as servers, ParameterClient(servers.addresses) as client: .
 """
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from shoal.errors import InputError
 from shoal.paramserver.child_process import fork_child, read_to_end
 from shoal.paramserver.client import ParameterClient
 from shoal.paramserver.permissions import TOKEN_VARIABLE
+from shoal.transport.owned_folder import OwnedFolder
 
 
 class LocalServers:
@@ -40,7 +39,8 @@ class LocalServers:
             raise InputError(f"{count} servers: at least 1 is needed")
         if addresses is not None and len(addresses) != count:
             raise InputError(f"{count} servers, but {len(addresses)} addresses")
-        self._temporary = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._owned = OwnedFolder("servers")
+        self._temporary = self._owned.path
         self._folder = Path(folder) if folder is not None else None
         self._make_shard = make_shard
         self._settings = {"token": token, "snapshot_seconds": snapshot_seconds, **settings}
@@ -73,7 +73,7 @@ class LocalServers:
     def close(self) -> None:
         for shard in range(len(self.pids)):
             self.kill(shard)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._owned.remove()
 
     def __enter__(self) -> "LocalServers":
         return self

@@ -27,7 +27,7 @@ from shoal.transport.decoding import decode_json
 
 RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
 STOP_SECONDS = 5.0  # until the server is killed
-IDLE_SECONDS = 600.0
+IDLE_SECONDS = 60.0
 
 Dial = Callable[[str, int, float], socket.socket]  # address, port, seconds
 

@@ -94,7 +94,11 @@ def _become_server(
     os.write(ready_fd, msgspec.json.encode(serving))
     os.close(ready_fd)
     try:
-        StoreServer(listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle).run()
+        server = StoreServer(
+            listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle
+        )
+        server.lock = lock
+        server.run()
         (folder / SERVER_INFO).unlink(missing_ok=True)  # while this process holds the lock
         records.close()
     except Exception:

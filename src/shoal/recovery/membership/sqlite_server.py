@@ -13,6 +13,7 @@ Imported like sqlite_messages.py: only the standard library, msgspec, transport/
 """
 
 import hmac
+import os
 import selectors
 import socket
 import sqlite3
@@ -44,6 +45,7 @@ from shoal.recovery.membership.sqlite_messages import (
 )
 from shoal.recovery.membership.sqlite_records import StoreRecords, UnknownLease
 
+FOLDER_LOOK_SECONDS = 2.0  # between two looks whether the run's folder is still there
 HELLO_SECONDS = 2.0  # within which a connection has to show the token
 PAUSE_TOLERANCE_SECONDS = 0.1  # a longer time without listening does not count against leases
 
@@ -68,6 +70,8 @@ class StoreConnectionRejected(StoreConnectionBroken):
 
 
 class StoreServer:
+    lock: int | None = None  # a descriptor of a file in the run's folder: the server ends when the file is deleted
+
     def __init__(
         self,
         listener: socket.socket,
@@ -95,7 +99,7 @@ class StoreServer:
     def run(self) -> None:
         """Serves until a client or the owner's end stops it, or there has been neither lease nor client for long."""
         now = time.monotonic()
-        while not self._stopping and now < self._idle_deadline():
+        while not self._stopping and now < self._idle_deadline() and not self._folder_gone():
             due = max(now, self._next_deadline())
             ready = self._selector.select(due - now)
             woken = time.monotonic()
@@ -127,9 +131,12 @@ class StoreServer:
             self._last_needed = time.monotonic()
         return self._last_needed + self._idle_seconds
 
+    def _folder_gone(self) -> bool:
+        return self.lock is not None and os.fstat(self.lock).st_nlink == 0
+
     def _next_deadline(self) -> float:
         """When there is something to do even without a message."""
-        times = [self._idle_deadline()]
+        times = [self._idle_deadline(), time.monotonic() + FOLDER_LOOK_SECONDS]
         times += [lease.due for lease in self._records.leases.values()]
         times += [each.wait_until for each in self._connections if each.waiting is not None]
         times += [each.since + HELLO_SECONDS for each in self._connections if not each.trusted]
