@@ -5,10 +5,14 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
+from torch._C._distributed_c10d import HashStore
 
+from shoal.collectives.handshake import host_identity
 from shoal.driver import driver_claim
 from shoal.driver.driver_claim import DriverClaim, DriverRecord, living_driver
 from shoal.driver.folder_watch import FolderWatch
@@ -20,19 +24,21 @@ from shoal.driver.launchers.base import (
     ProcessWroteAside,
 )
 from shoal.driver.launchers.channels import LineBuffer, ProcessChannels
-from shoal.driver.pause_watch import PauseWatch
 from shoal.errors import RunFolderError
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.store import StoreEntry, StoreSnapshot
 from shoal.report.events import EventsDropped, ProcessPaused, WorkerPrinted, decode
-from shoal.report.wording import paused_text
+from shoal.report.incidents import IncidentLog
+from shoal.report.pause_watch import PauseWatch
+from shoal.report.wording import full_text, paused_text
 from shoal.transport import greetings, unix_sockets
 from shoal.transport.greetings import Greetings
 from shoal.transport.owned_folder import OwnedFolder, remove_orphans
 from shoal.transport.unix_sockets import PeerCredentials, accept_own_user, connect, listen
-from shoal.worker import event_channel
+from shoal.worker import event_channel, rank_watch
 from shoal.worker.event_channel import EventChannel, undelivered_file
+from shoal.worker.rank_watch import RankProcess, RankWatch
 
 WHO = WorkerId(1, 2)
 
@@ -247,6 +253,53 @@ def test_who_is_stopped_is_said_with_what_to_type() -> None:
         " no worker can be started until it goes on; kill -CONT 9 continues it"
     )
     assert paused_text(ProcessPaused(rank=1, pid=9, seconds=61.0)) == "worker 1 (pid 9) goes on, after 1:01"
+
+
+def test_a_pause_is_in_the_report() -> None:
+    log = IncidentLog()
+    log.add(ProcessPaused(time=1.0, rank=1, pid=9))
+    log.add(ProcessPaused(time=1.5, rank=None, pid=8))
+    log.add(ProcessPaused(time=4.0, rank=1, pid=9, seconds=3.0))
+    assert [full_text(each) for each in log.incidents] == [
+        "worker 1 (pid 9) was stopped, by a signal or a debugger; it went on after 3.0 s",
+        "the process that starts workers (pid 8) was stopped, by a signal or a debugger",
+    ]
+
+
+def test_ranks_of_torchrun_watch_each_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first that is not stopped says who is."""
+    store, now, states = HashStore(), [0.0], {10: "S", 11: "S", 12: "S"}
+    said: list[tuple[int, int | None, bool]] = []
+    watches = []
+    monkeypatch.setattr(rank_watch, "process_state", lambda pid, started: states[pid])
+    for rank in range(3):
+        note = partial(lambda rank, event: said.append((rank, event.rank, not event.seconds)), rank)
+        watch = RankWatch(rank, 3, store, "run", note)
+        watch._watch = PauseWatch(states.__getitem__, lambda: now[0])
+        store.set(watch._key(rank), msgspec.json.encode(RankProcess(10 + rank, "7", host_identity())).decode())
+        watches.append(watch)
+
+    def look() -> list[tuple[int, int | None, bool]]:
+        said.clear()
+        for _ in range(4):
+            now[0] += 0.6
+            for rank, watch in enumerate(watches):
+                if states[10 + rank] != "T":
+                    watch.look()
+        return list(said)
+
+    assert look() == []
+    states[11] = "T"
+    assert look() == [(0, 1, True)]
+    states[10] = "T"
+    assert look() == [(2, 0, True)], "rank 0 cannot"
+    states[10] = "S"
+    assert look() == [(2, 0, False)], "who has said the one says the other"
+    states[11] = "S"
+    assert look() == [(0, 1, False)]
+    assert "worker 0 (pid 10) is stopped, by SIGSTOP or a debugger" in capsys.readouterr().err
 
 
 # -- what processes leave behind --------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
 """A loop with `shoal.join` that torchrun starts: the same bits, folder, record and report as under `shoal run`."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.command import Caller, Forked, as_python, checkpoint_sha256, events
 from helpers.etcd import free_ports
+from shoal.errors import RunFolderError
+from shoal.recovery.checkpoint.directory import CheckpointDirectory
 from shoal.worker.join import finish_joined
 
 LOOP = """\
@@ -106,3 +112,51 @@ def test_the_first_rank_records_how_another_one_failed(call: Caller) -> None:
     assert (failure["rank"], failure["message"]) == (1, "AssertionError: rank 1 had enough")
     assert "worker 1" in shown and "AssertionError: rank 1 had enough" in shown
     assert {each["rank"] for each in events(folder, "worker-failed")} == {0, 1}
+
+
+def test_a_run_that_no_driver_watches_and_whose_last_step_is_not_saved_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("loop.py").write_text(LOOP.format(each="pass"))
+
+    def full(*arguments: object) -> None:
+        raise RunFolderError("the checkpoint of step 16 was not written: No space left on device")
+
+    def alone() -> int:
+        code = as_python("loop.py", "run_dir")
+        finish_joined()
+        return code
+
+    monkeypatch.setattr(CheckpointDirectory, "write", full)
+    with Forked(call=alone) as process:
+        result = process.end()
+    assert result.code == 1, result.err
+    said = (
+        "error: trained to step 16, but not saved: the checkpoint of step 16 was not written: No space left on device"
+    )
+    assert said in result.err and "Traceback" not in result.err
+
+
+STOPPED = "if batch.step == 3 and run.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_stopped_rank_is_named_by_another_and_by_why(call: Caller) -> None:
+    Path("loop.py").write_text(LOOP.format(each=STOPPED))
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+
+    def rank() -> int:
+        code = as_python("loop.py", "run_dir")
+        finish_joined()
+        return code
+
+    places = [variables | {"RANK": number} for number in ("0", "1")]
+    with Forked(call=rank, environment=places[1]) as second, Forked(call=rank, environment=places[0]) as first:
+        named = f"worker 1 (pid {second.pid})"
+        first.wait_for(f"{named} is stopped, by SIGSTOP or a debugger: the run waits for it; kill -CONT {second.pid}")
+        said = call.good("why", "torchrun").out
+        assert f"worker 1: its process ({os.uname().nodename}, pid {second.pid}) is stopped" in said
+        os.kill(second.pid, signal.SIGCONT)
+        shown = " ".join(first.end().err.split())
+        assert (first.end().code, second.end().code) == (0, 0), shown
+    assert f"{named} was stopped, by a signal or a debugger" in shown
+    assert events(Path("torchrun"), "process-paused")[0]["rank"] == 1

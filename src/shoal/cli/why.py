@@ -6,7 +6,7 @@ import msgspec
 
 from shoal.cli.options import run_argument
 from shoal.cli.parser import CommandParser
-from shoal.driver.control import why
+from shoal.driver.control import why, why_notes
 from shoal.report.run_folder import find_run
 from shoal.report.stacks import render
 
@@ -20,5 +20,10 @@ def arguments(parser: CommandParser) -> None:
 def call(given: argparse.Namespace) -> int:
     folder = find_run(given.run)
     found = why(folder)
-    print(msgspec.json.encode(found).decode() if given.json else render(found, run=folder.id))
+    if given.json:
+        print(msgspec.json.encode(found).decode())
+        return 0
+    for line in why_notes(folder):
+        print(line)
+    print(render(found, run=folder.id))
     return 0

@@ -14,22 +14,29 @@ from shoal.driver.activities import run_activities
 from shoal.driver.driver_claim import living_driver
 from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.launch import driver_class
-from shoal.driver.launch_spec import DRIVER_PROCESS, LaunchSpec, read_driver_state
+from shoal.driver.launch_spec import DRIVER_PROCESS, DRIVER_STATE, LaunchSpec, read_driver_state
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.launchers.local import LocalLauncher
-from shoal.driver.script_control import never_joined, refuse_attaching_script, script_activities, stop_script
+from shoal.driver.script_control import (
+    driverless_activities,
+    never_joined,
+    refuse_attaching_script,
+    script_activities,
+    stop_script,
+)
 from shoal.driver.store_monitor import StoreMonitor, living_workers
-from shoal.errors import InputError, RunError
+from shoal.errors import InputError, RunError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.process import STOPPED_STATES, current_state, process_state
 from shoal.recovery.membership.store import RunStore, StoreSnapshot, StoreUnavailable
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import WorkerStarted
+from shoal.report.events import ProcessPaused, WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.stacks import WorkerActivity
+from shoal.report.wording import paused_text
 from shoal.transport.decoding import decode_json
 from shoal.worker.context import WorkerContext
 
@@ -115,6 +122,8 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
         return plain or [_activity_of(event, "works with parameter servers") for event in newest.values()]
     if never_joined(folder) and (plain := script_activities(folder)):
         return plain
+    if not (folder.path / DRIVER_STATE).exists() and (own := driverless_activities(folder)):
+        return own
     try:
         with _store(folder) as store:
             state = _running(folder, store)
@@ -124,6 +133,21 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
             return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
+
+
+def why_notes(folder: RunFolder) -> list[str]:
+    """Processes beside the workers that are stopped: the driver, and the one that starts workers."""
+    notes = []
+    paused = {event.rank: event for event in folder.read_events() if isinstance(event, ProcessPaused)}
+    starter = paused.get(None)
+    if starter is not None and starter.seconds is None and current_state(starter.pid) in STOPPED_STATES:
+        notes.append(paused_text(starter))
+    with suppress(StoreUnavailable, InputError, RunFolderError), _store(folder) as store:
+        driver = living_driver(store)
+        if driver is not None and driver.stopped:
+            costs = "workers go on, and nothing is shown or replaced meanwhile"
+            notes.append(f"the driver ({driver}) is stopped: {costs}; kill -CONT {driver.pid} continues it")
+    return notes
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from shoal.driver.launchers.base import (
     ProcessProgram,
     ProcessWroteAside,
 )
-from shoal.driver.pause_watch import PauseWatch
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.script_watch import ScriptWatch, stopping_text
@@ -43,6 +42,7 @@ from shoal.report.events import (
     WorkerPrinted,
     decode,
 )
+from shoal.report.pause_watch import PauseWatch
 from shoal.report.run_folder import RunFolder
 from shoal.worker.context import WorkerContext
 from shoal.worker.rendezvous import RENDEZVOUS_SOCKETS

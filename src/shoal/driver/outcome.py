@@ -5,7 +5,7 @@ import signal
 from typing import Any
 
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
-from shoal.report.aggregate import RunTally
+from shoal.report.aggregate import RunTally, unsaved_reason
 from shoal.report.events import WorkerExited, WorkerFailed
 from shoal.report.human import plural
 from shoal.report.incidents import Incident
@@ -185,10 +185,10 @@ def _unequal(tally: RunTally) -> ShoalError | None:
 
 def _unsaved(tally: RunTally, report: dict[str, Any]) -> ShoalError | None:
     """An error where a run ended well but its last weights were not saved."""
-    lost = [event.reason for event in tally.save_failed if event.step == tally.step]
-    if not lost or tally.step in _saved_steps(tally):
+    lost = unsaved_reason(tally)
+    if not lost:
         return None
-    reason, *where = (line.strip() for line in lost[0].split("\n"))
+    reason, *where = (line.strip() for line in lost.split("\n"))
     return RunFailed(f"trained to step {tally.step}, but not saved: {reason}", where=where, report=report)
 
 

@@ -13,12 +13,12 @@ from shoal.driver.launch_spec import SITTING_FILES, read_driver_state
 from shoal.errors import InputError, RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.process import STOPPED_STATES, current_state, lives_since, process_state
 from shoal.recovery.membership.store import StoreUnavailable
-from shoal.report.events import RunStarted, ScriptStarted, WorkerStarted
+from shoal.report.events import ProcessPaused, RunStarted, ScriptStarted, WorkerStarted
 from shoal.report.run_folder import RunFolder
 from shoal.report.scripts import newest_scripts
-from shoal.report.stacks import GONE, IN_SCRIPT, RUNNING, STOPPED, WorkerActivity
+from shoal.report.stacks import GONE, IN_SCRIPT, NO_DRIVER, RUNNING, STOPPED, WorkerActivity
 from shoal.worker.stack_dump import ask_stack
 
 ANSWER_SECONDS = 1.5  # in which a process writes its stack
@@ -41,6 +41,27 @@ def script_activities(folder: RunFolder, joined: Collection[int] = ()) -> list[W
     """What each process of the script is doing. `joined`: workers that answer for themselves."""
     found = newest_scripts(folder.read_events())
     return [_activity(found[rank]) for rank in sorted(found) if rank not in joined and _is_alive(found[rank])]
+
+
+def driverless_activities(folder: RunFolder) -> list[WorkerActivity]:
+    """What the processes of a run without a driver show, which torchrun or plain `python` has started on this host."""
+    known, now = folder.read_events(), time.time()
+    newest = {event.rank: event for event in known if isinstance(event, WorkerStarted)}
+    paused = {event.pid: now - event.time for event in known if isinstance(event, ProcessPaused)}
+    here = [each for each in newest.values() if each.host == os.uname().nodename and lives_since(each.pid, each.time)]
+    return [
+        WorkerActivity(
+            worker=event.rank,
+            host=event.host,
+            pid=event.pid,
+            state=STOPPED if current_state(event.pid) in STOPPED_STATES else RUNNING,
+            since=now - event.time,
+            step=-1,
+            phase=NO_DRIVER,
+            silent_seconds=paused.get(event.pid, 0.0),
+        )
+        for event in sorted(here, key=lambda each: each.rank)
+    ]
 
 
 def _activity(event: ScriptStarted) -> WorkerActivity:

@@ -389,3 +389,10 @@ class RunTally:
 
 def _num_lanes(event: StepsCommitted) -> int:
     return event.lanes[1] - event.lanes[0]
+
+
+def unsaved_reason(tally: RunTally) -> str:
+    """Why the last step of a run was not saved; empty: it was, or no save failed."""
+    lost = [event.reason for event in tally.save_failed if event.step == tally.step]
+    saved = [event.step for event in (*tally.saved, tally.resumed) if event is not None]
+    return lost[0] if lost and tally.step not in saved else ""

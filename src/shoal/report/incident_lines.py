@@ -47,7 +47,7 @@ class IncidentLines:
 
     def ready(self, log: IncidentLog, now: float) -> list[str]:
         # `live_view.event_line` shows these kinds at once.
-        elsewhere = ("rolled-back", "layout-changed", "driver-changed", "stalled")
+        elsewhere = ("rolled-back", "layout-changed", "driver-changed", "stalled", "paused")
         new = [_IncidentProgress(each, now) for each in log.incidents[self._seen or 0 :] if each.kind not in elsewhere]
         if self._seen is None:  # a view that joins later: of what has been shown, only the end may be new
             for each in new:

@@ -62,6 +62,8 @@ def _summary(report: Report, incidents: list[Incident]) -> list[str]:
     outage = sum(incident.seconds or 0.0 for incident in incidents if incident.kind == "store-outage")
     if count["store-outage"]:
         parts.append(f"store unreachable {human.times_text(count['store-outage'])} ({human.duration(outage)})")
+    if count["paused"]:
+        parts.append(f"a process stopped {human.times_text(count['paused'])}")
     if count["driver-changed"]:
         parts.append(f"driver replaced {human.times_text(count['driver-changed'])}")
     shares = {name: report[name] for name in ("goodput", "participation") if report[name] is not None}

@@ -20,7 +20,7 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One change of a run's members, servers, layout, store or driver. Unknown fields keep their defaults."""
 
     # of a worker: lost, left, joined; of all: regrouped, rolled-back, layout-changed;
-    # store-outage, driver-changed, server-lost, server-outage, stalled
+    # store-outage, driver-changed, server-lost, server-outage, stalled; of a process: paused
     kind: str
     time: float
     worker: int | None = None
@@ -144,6 +144,8 @@ class IncidentLog:
                 self._run_resumed(event)
             case events.StoreOutage():
                 self._store_outage(event)
+            case events.ProcessPaused():
+                self._process_paused(event)
             case events.WorkerStarted():
                 self._worker_joined_servers(event)
             case events.ServerLost():
@@ -366,6 +368,13 @@ class IncidentLog:
         if last is not None and (last.step is None or last.generation is None):
             return last
         return self._append("rolled-back", now)
+
+    def _process_paused(self, event: events.ProcessPaused) -> None:
+        pause = self._last(lambda each: each.kind == "paused" and each.pid == event.pid and each.seconds is None)
+        if event.seconds is None and pause is None:
+            self._append("paused", event.time, (None, 0) if event.rank is None else (event.rank, 0)).pid = event.pid
+        elif event.seconds is not None and pause is not None:
+            pause.seconds = event.seconds
 
     def _store_outage(self, event: events.StoreOutage) -> None:
         """Every process reports it; it is one outage."""

@@ -17,6 +17,7 @@ from shoal.report import human
 
 RUNNING, WAITING, STOPPED, SILENT, GONE = "running", "waiting", "stopped", "silent", "gone"
 AT_WORK = ("works", "")  # phases without further detail
+NO_DRIVER = "trains"  # the phase of a joined worker that no driver started: who waits for whom is not known
 IN_SCRIPT = "runs the script"  # the phase of a worker that has not joined: nothing but its line is known
 _LINE = re.compile(r"(?P<at>\S+:\d+)\s+in (?P<function>[^:]+):\s*(?P<code>.*)")
 
@@ -74,7 +75,8 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
         lines += _cycle_lines(workers, waits, cycle)
     for each in workers.values():
         if each.state in (STOPPED, SILENT, GONE) and each.worker not in blocked:
-            lines.append(f"{_title(each)}: {_doing(each)}; no worker waits for it")
+            unknown = all(other.phase in (IN_SCRIPT, NO_DRIVER) for other in workers.values())
+            lines.append(f"{_title(each)}: {_doing(each)}{'' if unknown else '; no worker waits for it'}")
             lines += [f"  {line}" for line in _advice(each, run)]
     others = [each for each in workers.values() if each.state == WAITING and not waits.get(each.worker)]
     lines += [f"{_title(each)} {_phase(each)}, for {human.duration(each.since)}" for each in others]
@@ -83,6 +85,9 @@ def conclusion(activities: Sequence[WorkerActivity], *, run: str = "RUN") -> lis
         return lines
     if busy and any(each.phase.startswith(("wait", "form", "propose", "recover", "enter")) for each in busy):
         return [f"{_title(each)} {each.phase}, for {human.duration(each.since)}" for each in busy]
+    if all(each.phase == NO_DRIVER for each in workers.values()):
+        alive = "is alive, and not stopped" if len(workers) == 1 else "are alive, and none is stopped"
+        return [f"{human.plural(len(workers), 'worker')} {alive}; without a driver no more is known of them"]
     if all(each.phase == IN_SCRIPT for each in workers.values()):
         run_it = "runs" if len(workers) == 1 else "run"
         return [f"{human.plural(len(workers), 'worker')} {run_it} a script that has not joined: their lines are known"]

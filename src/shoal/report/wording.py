@@ -100,6 +100,11 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
                 yield f"{human.plural(incident.repeated, 'step')} repeated"
         case "layout-changed":
             yield incident.reason
+        case "paused":
+            which = "the process that starts workers" if incident.worker is None else f"worker {incident.worker}"
+            yield f"{which} (pid {incident.pid}) was stopped, by a signal or a debugger"
+            if incident.seconds is not None:
+                yield f"it went on after {human.duration(incident.seconds)}"
         case "store-outage":
             yield f"store {incident.reason} cannot be reached: training goes on, changes of membership wait"
             if incident.seconds is not None:

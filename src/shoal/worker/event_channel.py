@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class EventChannel:
     next driver reads that file, and further events go to it once it listens.
     """
 
+    unsaved = ""  # of a process that records the run itself, once it is closed: why its last step is not on disk
+
     def __init__(
         self, connection: socket.socket | None, name: str = "", folder: Path | None = None, *, outlives: bool = True
     ) -> None:
@@ -44,6 +47,7 @@ class EventChannel:
         cannot be sent is dropped. `outlives`: this process goes on when the driver dies, and looks for another."""
         self.connection = connection
         self.stop_requested = False
+        self.before_close: Callable[[], None] = lambda: None
         self.dropped = 0  # events that could be neither sent nor written down, since this was last reported
         self._name, self._folder = name, folder
         self._outlives = outlives and folder is not None
@@ -74,6 +78,7 @@ class EventChannel:
 
     def close(self) -> None:
         """The process ends: what the driver has not read of a line goes to the file."""
+        self.before_close()
         with self._lock:
             self._receive()
             self._catch_up()

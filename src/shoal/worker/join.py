@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.errors import JobError
+from shoal.errors import JobError, WorkerError
 from shoal.job.dataset import DataSource, open_data
 from shoal.job.job import Job
 from shoal.numerics import kernels
@@ -178,6 +178,16 @@ def finish_joined() -> None:
     elif error is not None and not run.finished:
         _end_with_error(run, error)
     run.context.channel.close()
+    if run.context.channel.unsaved:
+        _end_unsaved(run.step, run.context.channel.unsaved)
+
+
+def _end_unsaved(step: int, reason: str) -> None:
+    """What was trained is not on disk: the process does not end with 0, at whose exit this is called."""
+    print(f"error: trained to step {step}, but not saved: {reason}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(WorkerError.exit_code)
 
 
 def _end_with_error(run: Run, error: BaseException) -> None:

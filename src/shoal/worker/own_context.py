@@ -19,6 +19,7 @@ from shoal.report.run_folder import FORMAT, RunFolder
 from shoal.worker.context import WorkerContext, installed_context, torchrun_store
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.own_record import OwnRecord, RecordChannel, StoreChannel, StoreMailbox
+from shoal.worker.rank_watch import RankWatch
 from shoal.worker.run_config import RunConfig
 from shoal.worker.stop_notice import StopNotice
 
@@ -63,6 +64,10 @@ def _launched(folder: Path | None, resume: bool, config: RunConfig) -> WorkerCon
     else:
         assert mailbox is not None
         channel = StoreChannel(rank, mailbox, notice.claim)
+    if size > 1:
+        watch = RankWatch(rank, size, _second_connection(open_store()), prefix, channel.emit)
+        watch.start()
+        channel.before_close = watch.close
     return WorkerContext(
         rank=rank,
         size=size,

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import Store
 
 from shoal.errors import ShoalError
-from shoal.report.aggregate import RunTally
+from shoal.report.aggregate import RunTally, unsaved_reason
 from shoal.report.closing_report import ClosingReport
 from shoal.report.events import AnyEvent, Event, RunFinished, RunStarted, SaveFailed, decode, encode
 from shoal.report.run_folder import RunFolder
@@ -120,10 +120,12 @@ class RecordChannel(EventChannel):
 
     def close(self) -> None:
         """Writes the report, once."""
+        self.before_close()
         record, self._record = self._record, None
         if record is None:
             return
         value = record.close()
+        self.unsaved = unsaved_reason(record.tally)
         if self._shows_report:
             Console(stderr=True).print(ClosingReport(value))
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def current_state(pid: int) -> str | None:
     """Likewise of whichever process has this id now: for one that cannot be another, such as a child not reaped yet."""
     found = _stat(pid)
     return None if found is None else found[0]
+
+
+def lives_since(pid: int, when: float) -> bool:
+    """Whether the process with this id had begun at that time (seconds since 1970): a later one has only its id."""
+    found = _stat(pid)
+    if found is None:
+        return False
+    ago = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[1]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - ago <= when + 1.0
 
 
 def kill_process(pid: int, started: str) -> bool:
