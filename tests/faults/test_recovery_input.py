@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import shoal
-from helpers.command import Caller, Forked, refused, write_job
+from helpers.command import Caller, Forked, events, refused, write_job
 from helpers.faults import ASKS, LANE, Faults, crew, kill, until, until_true
 from shoal.collectives.group import DistributedGroup
+from shoal.driver.launchers import local
 from shoal.driver.outcome import RunFailed
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.testing import dropout_net, job_for
@@ -57,12 +58,30 @@ def test_a_run_has_one_driver(held: Forked, faults: Faults, call: Caller, tmp_pa
     for arguments in (["attach", faults.run], ["train", "job.py", "--resume", faults.run]):
         assert f"process {held.pid}" in (said := refused(call, *arguments)) and "which is stopped" in said
         assert f"kill -CONT {held.pid}" in said
+    assert f"the driver (process {held.pid} on " in call.good("why", faults.run).out
     os.kill(held.pid, signal.SIGCONT)
 
     held.kill()
     said = refused(call, "train", "job.py", "--resume", faults.run)
     assert re.match(r"the run is alive: worker 0 \(process \d+ on .*\), worker 1 \(process \d+ on .*\)\n", said), said
     assert f"shoal attach {faults.run}" in said, "its workers go on without a driver"
+
+
+def test_a_stopped_fork_server_is_named(
+    held: Forked, faults: Faults, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Path(f"/proc/{events(faults.run, 'worker-started')[0]['pid']}/stat").read_text()
+    server = int(worker.rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)
+    until_true(lambda: bool(events(faults.run, "process-paused")))()
+    assert f"the process that starts workers (pid {server}) is stopped" in call.good("why", faults.run).out
+
+    held.kill()
+    monkeypatch.setattr(local, "ANSWER_SECONDS", 0.2)
+    said = refused(call, "attach", faults.run, code=1)
+    assert said.startswith(f"the process that starts the run's workers (pid {server}) is stopped\n"), said
+    assert f"kill -CONT {server} continues it" in said
+    os.kill(server, signal.SIGCONT)
 
 
 def test_scaling_that_does_not_fit(held: Forked, faults: Faults, call: Caller) -> None:
