@@ -42,6 +42,7 @@ class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # a secret at the start of that memory: a reader recognizes the memory by it
     num_bytes: int = 0
     no_memory_reason: str = ""  # why this member has no shared memory
+    secured: bool = False  # it has credentials
     options: CommOptions = CommOptions()
     error: str = ""  # why this rank cannot join
 

@@ -1,10 +1,9 @@
-"""Collectives of ranks on several hosts: trees (trees.py) over messages, through gloo between hosts, memory inside.
+"""Collectives of ranks on several hosts: trees (trees.py) over messages, through TCP between hosts, memory inside.
 
 The tags of a collective are derived from its number and its record. So ranks in different collectives never read each
 other's bytes: they wait, and the monitor finds the mismatch.
 """
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,29 +11,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
+from shoal.collectives.connect_peers import check_credentials, connect_peers
 from shoal.collectives.handshake import GroupMember, left_midway_error
-from shoal.collectives.liveness import open_peer_links
-from shoal.collectives.message_router import (
-    BACKSTOP_SECONDS,
-    GlooMessage,
-    MessageRouter,
-    first_tag,
-    open_gloo,
-    user_tag,
-)
+from shoal.collectives.liveness import PeerLink
+from shoal.collectives.message_router import BACKSTOP_SECONDS, MessageRouter, UserMessage, first_tag
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommConfig
 from shoal.collectives.peer_monitor import PeerMonitor
-from shoal.collectives.recv_any import AnySourceMatcher, AnySourceReceive
 from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers
 from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, TreeOptions, split_pieces
-from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
+from shoal.collectives.shm_p2p import ShmMessenger
 from shoal.collectives.shm_segment import ShmSegment
 from shoal.collectives.single_host import check_lengths, own_lengths
 from shoal.collectives.stats import CommStats, make_comm_stats, places_of
+from shoal.collectives.tcp_messenger import TcpMessenger
+from shoal.collectives.topology import link_level
 from shoal.collectives.trees import TreeRoute
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span
@@ -52,20 +46,15 @@ class MultiHostTransport:
         self.config = CommConfig.from_options(members[0].options).restrict_to(self.places)
         self.reduce_bytes = ByteCounts()  # of all-reduce and ordered reduce
         self._largest: tuple[int, AlgorithmChoice] | None = None  # of all sums: its bytes and its last route
-        links = open_peer_links(store, members, rank, timeout)
-        try:
-            self._gloo = open_gloo(PrefixStore("gloo/", store), members, rank, timeout)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
+        check_credentials(members)
+        connections = connect_peers(store, members, rank, timeout)
         self._segment = segment if segment is not None and segment.size > 1 else None
         limit = timeout.total_seconds()
         messenger = ShmMessenger(self._segment) if self._segment is not None else None
-        self.router = MessageRouter(self._gloo, members, rank, messenger, limit)
+        self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors), messenger, limit)
+        links = {peer: PeerLink(peer, connection) for peer, connection in connections.status.items()}
         self.health = PeerMonitor(members, rank, links, limit, self.router.progress, self.router.abort_waits)
         self.router.monitor = self.health
-        self._any_source = AnySourceMatcher(self.health)
         self.set_timeout(limit)
         self._pool, self._scratch = TensorPool(), ScratchBuffers()
         self._choices: dict[Any, AlgorithmChoice] = {}
@@ -280,26 +269,11 @@ class MultiHostTransport:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def send(self, flat: Tensor, to: int, tag: int, op: CollectiveOp) -> GlooMessage:
-        """Users' messages all go through gloo: a receive from any source must see those of every host."""
-        kind = (tag, flat.numel())
-        message = self.router.begin(lambda: self._gloo.send([flat], to, user_tag(*kind)), to, flat.nbytes, op, tag)
-        self._any_source.record_send(to, kind)
-        return message
+    def send(self, flat: Tensor, to: int, tag: int, op: CollectiveOp) -> UserMessage:
+        return self.router.user_send(flat, to, tag, op)
 
-    def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp) -> GlooMessage | AnySourceReceive:
-        kind = (tag, flat.numel())
-
-        def begin(source: int) -> GlooMessage:
-            start = functools.partial(self._gloo.recv, [flat], source, user_tag(*kind))
-            return self.router.begin(start, source, flat.nbytes, op, tag)
-
-        if source != ANY_SOURCE:
-            self._any_source.record_receive(source, kind)
-            return begin(source)
-        receive = AnySourceReceive(self._any_source, op, kind, begin)
-        self._any_source.add_receive(receive)
-        return receive
+    def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp) -> UserMessage:
+        return self.router.user_receive(flat, source, tag, op)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -319,6 +293,9 @@ class MultiHostTransport:
             exact=self.config.exact,
             sent_bytes=dict(self.reduce_bytes.sent),
             uncompressed_bytes=dict(self.reduce_bytes.uncompressed),
+            traffic=self.router.traffic(
+                {peer: link_level(self.places[self.rank], place) for peer, place in enumerate(self.places)}
+            ),
             squared_errors={
                 level: (each.stats.squared_error, each.stats.squared_values)
                 for level, each in self.config.compress.items()
@@ -326,7 +303,7 @@ class MultiHostTransport:
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """The monitor keeps the deadline, since it can name the late rank; gloo and the segment are a backstop."""
+        """The monitor keeps the deadline, since it can name the late rank; the segment is a backstop."""
         self.health.limit = self.router.limit = seconds
         if self._segment is not None:
             self._segment.timeout = seconds + BACKSTOP_SECONDS
@@ -340,5 +317,4 @@ class MultiHostTransport:
             self._segment.leave()
         if self.router.messenger is not None:
             self.router.messenger.close()
-        self.router.wait_pool.close()
-        self._gloo.shutdown()
+        self.router.tcp.close()

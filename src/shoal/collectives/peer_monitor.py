@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 from shoal.collectives.handshake import GroupMember, relayed_error
-from shoal.collectives.liveness import CountMessage, PeerLink, PeerStatus
+from shoal.collectives.liveness import PeerLink, PeerStatus
 from shoal.collectives.operation import CollectiveOp, read_record
 from shoal.errors import CollectiveError, PeerLost
 
@@ -58,7 +58,6 @@ class PeerMonitor:
     ) -> None:
         self.members, self.rank, self.limit = members, rank, limit
         self.failure: CollectiveError | None = None
-        self.on_message: Callable[[int, CountMessage], None] = lambda peer, message: None  # handles counts
         self._links = dict(links)
         self._progress, self._abort_waits = progress, abort_waits
         self._seen_progress = 0
@@ -100,12 +99,6 @@ class PeerMonitor:
         finally:
             wait.finished = True
             self._messages.remove(wait)
-
-    def send(self, message: CountMessage, peer: int | None = None) -> None:
-        """Sends to one rank, or to all."""
-        with self._guard:
-            for link in self._links.values() if peer is None else [self._links[peer]]:
-                link.send(message, urgent=True)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -187,9 +180,7 @@ class PeerMonitor:
             link = key.data
             if link is not None:
                 with self._guard:
-                    counts = self._receive(link)
-                for message in counts:
-                    self.on_message(link.peer, message)
+                    self._receive(link)
                 if link.closed_at is not None:
                     selector.unregister(key.fileobj)
         if self.failure is None:
@@ -199,15 +190,10 @@ class PeerMonitor:
         with self._guard:
             self._send_status()
 
-    def _receive(self, link: PeerLink) -> list[CountMessage]:
-        """Stores the peer's status and returns its other messages."""
-        counts: list[CountMessage] = []
-        for message in link.receive():
-            if not isinstance(message, PeerStatus):
-                counts.append(message)
-            elif not link.status.failed:  # keep the first failure
-                link.status = message
-        return counts
+    def _receive(self, link: PeerLink) -> None:
+        for status in link.receive():
+            if not link.status.failed:  # keep the first failure
+                link.status = status
 
     def _records(self, last: int) -> tuple[tuple[int, bytes], ...]:
         found = (self._history[number % HISTORY_LENGTH] for number in range(max(1, last + 1 - KEPT_RECORDS), last + 1))

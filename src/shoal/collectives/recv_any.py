@@ -1,127 +1,47 @@
-"""Receives from any rank, across hosts.
+"""Receives from any rank, if some are on this host and some are not.
 
-gloo has such a receive, but nothing can end it before its deadline. So this is an ordinary receive from a rank that has
-sent. All ranks count the messages that they send. A rank that receives from any source requests the others' counts, and
-they report every further message to it. Ranks that never request counts pay nothing.
-
-    rank 0   receive from any    ── request: how many did you send to rank 0? ──►  rank 2
-             receive from rank 2 ◄── reply: one ────────────────────────────────
+The receive is posted for shared memory and for TCP. The first message that comes through either takes the claim, and
+the receive is withdrawn from the other.
 """
 
-import threading
-from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from torch import Tensor
 
-from shoal.collectives.liveness import CountMessage, SendCountReply, SendCountRequest
 from shoal.collectives.operation import CollectiveOp
-from shoal.collectives.peer_monitor import PeerMonitor
+from shoal.collectives.receive_claim import ReceiveClaim
+from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
+from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.errors import CollectiveError
 
-Kind = tuple[int, int]  # tag and number of bytes
-POLL_SECONDS = 0.05
-
-
-class WaitableMessage(Protocol):
-    def wait(self, timeout: float | None = None) -> None: ...
+POLL_SECONDS = 0.001  # between looks at shared memory, whose messages a thread moves
 
 
 class AnySourceReceive:
-    """A receive whose source is not known yet."""
+    def __init__(self, tcp: TcpMessenger, shm: ShmMessenger, flat: Tensor, tag: int, op: CollectiveOp) -> None:
+        self._tcp, self._shm = tcp, shm
+        claim = ReceiveClaim()
+        self._near = shm.receive(flat, ANY_SOURCE, tag, op, claim=claim)
+        self._far = tcp.receive(flat, ANY_SOURCE, tag, op, attended=False, claim=claim)
 
-    error: CollectiveError | None = None
-    done = False
-    source = -1
+    @property
+    def done(self) -> bool:
+        return self._near.done or self._far.done
 
-    def __init__(
-        self, matcher: "AnySourceMatcher", op: CollectiveOp, kind: Kind, begin: Callable[[int], WaitableMessage]
-    ) -> None:
-        self.kind = kind
-        self._matcher, self._op, self._begin = matcher, op, begin
-        self._message: WaitableMessage | None = None
+    @property
+    def error(self) -> CollectiveError | None:
+        return self._near.error if self._near.done else self._far.error
 
-    def matched(self, source: int) -> None:
-        self.source = source
-        try:
-            self._message = self._begin(source)
-        except CollectiveError as error:
-            self.error = error
+    @property
+    def source(self) -> int:
+        """The rank in the group, or -1 while it is not known."""
+        return self._shm.segment.members[self._near.source].rank if self._near.done else self._far.peer
 
     def wait(self, timeout: float | None = None) -> None:
-        if self.error is not None:
-            raise self.error
-        if self.done:
-            return
-        try:
-            with self._matcher.monitor.message_wait(self._op, self.kind[0], timeout):
-                self._matcher.wait_until(lambda: self.source >= 0)
-                if self._message is not None:
-                    self._message.wait(timeout)
-                else:
-                    raise self.error or self._matcher.monitor.failure or CollectiveError("the group was closed")
-        except CollectiveError as error:
-            self.error = error
-            raise
-        finally:
-            self.done = True
-
-
-class AnySourceMatcher:
-    def __init__(self, monitor: PeerMonitor) -> None:
-        self.monitor = monitor
-        self._change = threading.Condition()
-        self._sent: Counter[tuple[int, Kind]] = Counter()  # by this rank, by receiver
-        self._subscribers: set[tuple[int, Kind]] = set()  # ranks that requested this rank's counts
-        self._requested: set[Kind] = set()
-        self._peer_sent: Counter[tuple[int, Kind]] = Counter()  # to this rank, by sender
-        self._received: Counter[tuple[int, Kind]] = Counter()
-        self._pending: list[AnySourceReceive] = []
-        monitor.on_message = self._on_message
-
-    def record_send(self, to: int, kind: Kind) -> None:
-        with self._change:
-            self._sent[to, kind] += 1
-            if (to, kind) in self._subscribers:
-                self._send_count(to, kind)
-
-    def record_receive(self, source: int, kind: Kind) -> None:
-        with self._change:
-            self._received[source, kind] += 1
-
-    def add_receive(self, receive: AnySourceReceive) -> None:
-        with self._change:
-            self._pending.append(receive)
-            self._match()
-            known = receive.kind in self._requested
-            self._requested.add(receive.kind)
-        if not known:
-            self.monitor.send(SendCountRequest(tag=receive.kind[0], num_bytes=receive.kind[1]))
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for the condition or for the failure of the group."""
-        with self._change:
-            while not condition() and self.monitor.failure is None:
-                self._change.wait(POLL_SECONDS)
-
-    def _on_message(self, peer: int, message: CountMessage) -> None:
-        kind = (message.tag, message.num_bytes)
-        with self._change:
-            if isinstance(message, SendCountRequest):
-                self._subscribers.add((peer, kind))
-                self._send_count(peer, kind)
-            else:
-                self._peer_sent[peer, kind] = message.count
-                self._match()
-
-    def _send_count(self, to: int, kind: Kind) -> None:
-        self.monitor.send(SendCountReply(tag=kind[0], num_bytes=kind[1], count=self._sent[to, kind]), to)
-
-    def _match(self) -> None:
-        for receive in list(self._pending):
-            for (source, kind), count in self._peer_sent.items():
-                if kind == receive.kind and count > self._received[source, kind]:
-                    self._received[source, kind] += 1
-                    self._pending.remove(receive)
-                    receive.matched(source)
-                    self._change.notify_all()
-                    break
+        """The monitor keeps the deadline, and ends both receives with its error."""
+        while not self.done:
+            self._tcp.wait(self._far, POLL_SECONDS)
+        if self._near.done:
+            self._tcp.cancel_any(self._far)
+            self._near.wait()
+        else:
+            self._shm.cancel(self._near)
+            self._far.wait()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.operation import CollectiveOp
+from shoal.collectives.receive_claim import ReceiveClaim
 from shoal.collectives.shm_segment import (
     CONTROL_BYTES,
     HEADS,
@@ -38,9 +39,16 @@ class ShmMessage:
     """A send or a receive in progress."""
 
     def __init__(
-        self, messenger: "ShmMessenger", op: CollectiveOp, number: int, flat: Tensor, peer: int, tag: int
+        self,
+        messenger: "ShmMessenger",
+        op: CollectiveOp,
+        number: int,
+        flat: Tensor,
+        peer: int,
+        tag: int,
+        claim: ReceiveClaim | None = None,
     ) -> None:
-        self.messenger, self.op, self.op_number = messenger, op, number
+        self.messenger, self.op, self.op_number, self.claim = messenger, op, number, claim
         self.flat, self.peer, self.tag = flat, peer, tag
         self.moved = 0
         self.done = False
@@ -120,9 +128,11 @@ class ShmMessenger:
         self._ensure_progress(message)
         return message
 
-    def receive(self, flat: Tensor, source: int, tag: int, op: CollectiveOp, number: int = 0) -> ShmMessage:
-        """Receives from one rank, or from any (ANY_SOURCE)."""
-        message = ShmMessage(self, op, number, flat, source, tag)
+    def receive(
+        self, flat: Tensor, source: int, tag: int, op: CollectiveOp, number: int = 0, claim: ReceiveClaim | None = None
+    ) -> ShmMessage:
+        """Receives from one rank, or from any (ANY_SOURCE). With a claim, only if no message has taken it before."""
+        message = ShmMessage(self, op, number, flat, source, tag, claim)
         with self._lock:
             self._check()
             self._posted[source].append(message)
@@ -131,6 +141,12 @@ class ShmMessenger:
                 self._progress()
         self._ensure_progress(message)
         return message
+
+    def cancel(self, receive: ShmMessage) -> None:
+        """Withdraws a receive, unless a message has begun to arrive for it."""
+        with self._lock:
+            if receive in self._posted[receive.peer]:
+                self._posted[receive.peer].remove(receive)
 
     def wait(self, message: ShmMessage, timeout: float | None = None) -> None:
         """Moves messages until this one has arrived."""
@@ -238,7 +254,7 @@ class ShmMessenger:
         for key in (source, ANY_SOURCE):
             for message in self._posted[key]:
                 if message.tag == tag:
-                    if message.flat.numel() == length:
+                    if message.flat.numel() == length and (message.claim is None or message.claim.take()):
                         self._posted[key].remove(message)
                         return _PartialMessage(tag, length, message)
                     break
@@ -259,6 +275,8 @@ class ShmMessenger:
                     continue
                 if partial.moved < partial.length:
                     break  # this one, but not complete yet
+                if receive.claim is not None and not receive.claim.take():
+                    return  # a message from another host was first
                 self._unexpected[source].remove(partial)
                 self._posted[receive.peer].remove(receive)
                 receive.source = source

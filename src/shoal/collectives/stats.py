@@ -14,6 +14,23 @@ SHARED_MEMORY = "shared memory"
 SquaredError = tuple[float, float]  # over sampled messages: squared norms of the error and of the exact values
 
 
+class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has sent to and received from ranks of other hosts: collectives and users' messages."""
+
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    received_messages: int = 0
+    received_bytes: int = 0
+
+    def __add__(self, other: "LinkTraffic") -> "LinkTraffic":
+        return LinkTraffic(
+            sent_messages=self.sent_messages + other.sent_messages,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_messages=self.received_messages + other.received_messages,
+            received_bytes=self.received_bytes + other.received_bytes,
+        )
+
+
 class CommStats(msgspec.Struct, frozen=True, kw_only=True):
     transport: str  # "shared memory", or the algorithm of messages; empty for one worker
     reason: str = ""
@@ -25,6 +42,7 @@ class CommStats(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: dict[Level, int] = {}  # level -> bytes of sums that this rank sent
     uncompressed_bytes: dict[Level, int] = {}  # likewise, without compression
     squared_errors: dict[str, SquaredError] = {}  # by level
+    traffic: dict[Level, LinkTraffic] = {}  # level -> all bytes through the network, with headers
 
 
 def places_of(members: Sequence[GroupMember]) -> tuple[RankPlace, ...]:

@@ -150,7 +150,7 @@ def open_transport(
             os.close(descriptor)
     if segment is not None and segment.size == size:
         return members, SingleHostTransport(segment, ShmMessenger(segment))
-    from shoal.collectives.multi_host import MultiHostTransport  # only for several hosts: it imports gloo
+    from shoal.collectives.multi_host import MultiHostTransport  # only for several hosts
 
     return members, MultiHostTransport(store, members, rank, segment, timeout)
 

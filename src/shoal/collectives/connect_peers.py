@@ -1,0 +1,230 @@
+"""Connects the ranks of a group across hosts: to every other rank one connection for status messages (liveness.py), and
+to those of other hosts one for tensors (tcp_messenger.py).
+
+Each rank listens and connects to the ranks below it. Nothing that a connection sends is used before the other end has
+proved itself: with credentials by TLS, in which both show a certificate of role worker; without, on loopback addresses
+only, by the tokens that the members know from their store. A stranger costs one connection, which is closed.
+"""
+
+import hmac
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shoal.collectives.handshake import GroupMember, exchange_notes
+from shoal.errors import InputError, PeerLost
+from shoal.transport.addresses import is_loopback
+
+CONNECT_SECONDS = 5.0  # to connect, and for a new connection to prove itself
+MAX_STRANGERS = 64  # connections that have not proved themselves yet, beyond those of the members
+_HELLO = struct.Struct("<IB16s")  # rank, purpose, and the rank's token from the store
+
+
+class Purpose(IntEnum):
+    STATUS = 0
+    TENSORS = 1
+
+
+Key = tuple[int, Purpose]
+
+
+class PeerConnections:
+    """Connected and authenticated sockets, by rank."""
+
+    def __init__(self, found: dict[Key, Any]) -> None:
+        self.status = {rank: found[rank, purpose] for rank, purpose in sorted(found) if purpose is Purpose.STATUS}
+        self.tensors = {rank: found[rank, purpose] for rank, purpose in sorted(found) if purpose is Purpose.TENSORS}
+
+    def close(self) -> None:
+        for connection in (*self.status.values(), *self.tensors.values()):
+            connection.close()
+
+
+def check_credentials(members: Sequence[GroupMember]) -> None:
+    """Raises on all ranks alike if the members cannot trust each other."""
+    secured = [member for member in members if member.secured]
+    bare = [member for member in members if not member.secured]
+    fix = "SHOAL_SECRET_FILE=FILE on every host, the same file of mode 0600 (shoal keys new FILE makes one)"
+    if secured and bare:
+        raise InputError(f"{secured[0]} has credentials and {bare[0]} has none: they cannot trust each other", fix=fix)
+    for member in bare:
+        if not is_loopback(member.address):
+            raise InputError(
+                f"{member} can be reached from other machines at {member.address}, and the group has no credentials",
+                fix=fix,
+            )
+
+
+def connect_peers(store: Store, members: Sequence[GroupMember], rank: int, timeout: timedelta) -> PeerConnections:
+    """Connects every two ranks. If a host cannot be reached, all ranks raise the same error: which, from where, why."""
+    own, size, problem = members[rank], len(members), ""
+    above = {key for member in members[rank + 1 :] for key in _keys(own, member)}
+    below = [key for member in members[:rank] for key in _keys(own, member)]
+    acceptor = None
+    connected: dict[Key, Any] = {}
+    try:
+        try:
+            acceptor = _PeerAcceptor(members, rank, above)
+        except OSError as error:
+            problem = f"{own} cannot listen on {own.address}: {_reason(error)}"
+        ports = exchange_notes(store, rank, size, "port", str(acceptor.port if acceptor else 0), timeout)
+        for peer, purpose in below:
+            if problem or ports[peer] == "0":
+                break
+            try:
+                limit = min(CONNECT_SECONDS, timeout.total_seconds())
+                connected[peer, purpose] = _connect(members, rank, peer, purpose, int(ports[peer]), limit)
+            except (OSError, ValueError) as error:
+                other = members[peer]
+                problem = f"{own} ({own.address}) cannot reach {other} at {other.address}: {_reason(error)}"
+        problems = list(filter(None, exchange_notes(store, rank, size, "reach", problem, timeout)))
+        if problems:
+            raise PeerLost(problems[0], fix="SHOAL_ADDRESS on each host: an address that the other hosts can reach")
+        assert acceptor is not None
+        connected |= acceptor.finish(timeout.total_seconds())
+    except BaseException:
+        for connection in connected.values():
+            connection.close()
+        raise
+    finally:
+        if acceptor is not None:
+            acceptor.close()
+    return PeerConnections(connected)
+
+
+def _keys(own: GroupMember, other: GroupMember) -> list[Key]:
+    purposes = [Purpose.STATUS] if own.host == other.host else [Purpose.STATUS, Purpose.TENSORS]
+    return [(other.rank, purpose) for purpose in purposes]
+
+
+def _connect(
+    members: Sequence[GroupMember], rank: int, peer: int, purpose: Purpose, port: int, limit: float
+) -> socket.socket:
+    """Connects, shows this rank's token, and checks the other's."""
+    connection = socket.create_connection((members[peer].address, port), limit)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_HELLO.pack(rank, purpose, bytes.fromhex(members[rank].token)))
+        answer = connection.recv(len(members[peer].token) // 2, socket.MSG_WAITALL)
+        if not hmac.compare_digest(answer, bytes.fromhex(members[peer].token)):
+            raise ConnectionRefusedError(None, "something else than this rank listens there")
+        connection.setblocking(False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class _PeerAcceptor:
+    """Accepts the ranks above this one in a thread, however many strangers connect at the same time."""
+
+    def __init__(self, members: Sequence[GroupMember], rank: int, expected: set[Key]) -> None:
+        self._members, self._rank, self._expected = members, rank, expected
+        self._accepted: dict[Key, Any] = {}
+        self._strangers: dict[Any, tuple[bytes, float]] = {}  # by connection: its first bytes, and its deadline
+        self._complete = threading.Event()
+        self._listener = socket.create_server((members[rank].address, 0), backlog=len(expected) + MAX_STRANGERS)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="shoal peer acceptor", daemon=True)
+        self._thread.start()
+
+    def finish(self, seconds: float) -> dict[Key, Any]:
+        """Waits for all expected connections and returns them."""
+        if self._expected and not self._complete.wait(seconds):
+            missing = sorted({rank for rank, _ in self._expected - self._accepted.keys()})
+            names = ", ".join(str(self._members[rank]) for rank in missing)
+            raise PeerLost(f"{self._members[self._rank]} got no connection from {names} for {seconds:g} s")
+        self.close()
+        found, self._accepted = self._accepted, {}
+        return found
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake_writer.close()
+        self._thread.join()
+        self._wake_reader.close()
+        self._listener.close()
+        for connection in (*self._strangers, *self._accepted.values()):
+            connection.close()
+        self._strangers.clear()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select(CONNECT_SECONDS / 10):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif key.fileobj is not self._wake_reader:
+                        self._hear(selector, key.fileobj)
+                now = time.monotonic()
+                for connection in [each for each, (_, until) in self._strangers.items() if until < now]:
+                    self._drop(selector, connection)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= MAX_STRANGERS + len(self._expected):
+            self._drop(selector, next(iter(self._strangers)))  # the oldest
+        connection.setblocking(False)
+        self._strangers[connection] = (b"", time.monotonic() + CONNECT_SECONDS)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, connection: Any) -> None:
+        """Reads the first bytes of a connection, and takes it if it is an expected one."""
+        heard, until = self._strangers[connection]
+        try:
+            received = connection.recv(_HELLO.size - len(heard))
+            heard += received
+            if not received:
+                raise ConnectionResetError
+            if len(heard) < _HELLO.size:
+                self._strangers[connection] = (heard, until)
+                return
+            key = self._recognize(heard)
+            if key is None:
+                raise ConnectionRefusedError
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.send(bytes.fromhex(self._members[self._rank].token))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(selector, connection)
+            return
+        selector.unregister(connection)
+        del self._strangers[connection]
+        self._accepted[key] = connection
+        if self._accepted.keys() >= self._expected:
+            self._complete.set()
+
+    def _recognize(self, hello: bytes) -> Key | None:
+        peer, purpose, token = _HELLO.unpack(hello)
+        key = next((each for each in self._expected if each == (peer, purpose)), None)
+        if key is None or key in self._accepted:
+            return None
+        return key if hmac.compare_digest(token, bytes.fromhex(self._members[peer].token)) else None
+
+    def _drop(self, selector: selectors.BaseSelector, connection: Any) -> None:
+        with suppress(KeyError, ValueError):
+            selector.unregister(connection)
+        self._strangers.pop(connection, None)
+        connection.close()
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,289 @@
+"""Messages between ranks of different hosts: one TCP stream per pair (tcp_stream.py), moved by whoever waits.
+
+Of the threads that wait, one leads: it sleeps in epoll and moves the bytes of all streams. The others sleep until their
+message is done or the lead is theirs. So a blocking call needs no second thread. A thread of the messenger's own leads
+for messages that no caller waits for, as soon as nobody else does.
+
+Every wait can be ended: `fail` gives all messages an error and wakes the leader.
+"""
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from shoal.collectives.handshake import GroupMember
+from shoal.collectives.receive_claim import ReceiveClaim
+from shoal.collectives.shm_p2p import ANY_SOURCE
+from shoal.collectives.tcp_stream import TcpMessage, TcpStream
+from shoal.errors import CollectiveError
+
+UNATTENDED_SECONDS = 0.002  # after this time without a leader the messenger's own thread leads
+LONGEST_NAP_SECONDS = 0.02  # of that thread while others lead
+CLOSE_SECONDS = 1.0  # for a thread that still waits when the group closes
+_EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+class TcpMessenger:
+    """`connections` by rank: sockets or what behaves like one, connected and authenticated."""
+
+    def __init__(self, members: Sequence[GroupMember], rank: int, connections: Mapping[int, Any]) -> None:
+        self.members, self.rank = members, rank
+        self.failure: CollectiveError | None = None
+        self._lock = threading.Lock()
+        self._any_source: dict[int, deque[TcpMessage]] = {}
+        self.streams = {
+            peer: TcpStream(peer, each, self._any_source, self._size_error) for peer, each in connections.items()
+        }
+        self._by_descriptor = {each.connection.fileno(): each for each in self.streams.values()}
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        for descriptor in self._by_descriptor:
+            self._epoll.register(descriptor, _EDGES)
+        self._leading = False
+        self._leads = 0  # how often a caller has led
+        self._followers: deque[TcpMessage] = deque()
+        self._unattended: list[TcpMessage] = []  # users' messages, which nobody may wait for
+        self._thread: threading.Thread | None = None
+        self._thread_leads = False
+        self._wanted = threading.Event()
+        self._ending = threading.Event()
+        self._closed = False
+        self.explain_loss: Callable[[int, str], CollectiveError] = lambda peer, fact: CollectiveError(fact)
+
+    # -- the two ends -------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, to: int, tag: int, op: object, attended: bool = True) -> TcpMessage:
+        """`attended`: a caller will wait for this message soon."""
+        message = TcpMessage(self, tensor, to, tag, op)
+        stream = self.streams[to]
+        with self._lock:
+            if stream.broken:
+                message.finish(self.failure, "" if self.failure is not None else stream.broken)
+                return message
+            stream.out.append(message)
+            if len(stream.out) == 1:
+                stream.push()
+            if not (attended or message.done):
+                self._attend(message)
+        return message
+
+    def receive(
+        self,
+        tensor: Tensor,
+        source: int,
+        tag: int,
+        op: object,
+        attended: bool = True,
+        claim: ReceiveClaim | None = None,
+    ) -> TcpMessage:
+        """Receives from one rank, or from any (ANY_SOURCE)."""
+        message = TcpMessage(self, tensor, source, tag, op, claim)
+        with self._lock:
+            if self.failure is not None:
+                message.finish(self.failure)
+            elif source == ANY_SOURCE:
+                self._post_any(message)
+            else:
+                stream = self.streams[source]
+                if stream.closed and tag not in stream.unexpected:
+                    message.finish(lost=stream.closed)
+                else:
+                    stream.post(message)
+            if not (attended or message.done):
+                self._attend(message)
+        return message
+
+    def _post_any(self, receive: TcpMessage) -> None:
+        arrived = [
+            (stream.unexpected[receive.tag][0], stream)
+            for stream in self.streams.values()
+            if receive.tag in stream.unexpected
+        ]
+        if not arrived:
+            self._any_source.setdefault(receive.tag, deque()).append(receive)
+        elif receive.claim is None or receive.claim.take():
+            arrival, stream = min(arrived, key=lambda each: each[0].number)
+            receive.peer = stream.peer
+            stream.give(arrival, receive)
+
+    def cancel_any(self, receive: TcpMessage) -> None:
+        """Withdraws a receive from any rank, unless a message has come for it."""
+        with self._lock:
+            queue = self._any_source.get(receive.tag)
+            if queue is not None and receive in queue:
+                queue.remove(receive)
+                if not queue:
+                    del self._any_source[receive.tag]
+
+    def _size_error(self, peer: int, receive: TcpMessage, length: int) -> CollectiveError:
+        sent = f"{self.members[peer]} sent {length} bytes with tag {receive.tag} to {self.members[self.rank]}"
+        return CollectiveError(f"{sent}, which has room for {receive.length}: {receive.op}")
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, message: TcpMessage, seconds: float | None = None) -> None:
+        """Moves messages until this one is done or the seconds are over. The caller looks at its error."""
+        while not message.done:
+            with self._lock:
+                if message.done:
+                    return
+                leads = not self._leading
+                if leads:
+                    self._leading = True
+                    self._leads += 1
+                else:
+                    message.baton = baton = threading.Lock()
+                    baton.acquire()
+                    self._followers.append(message)
+                    if self._thread_leads:
+                        os.eventfd_write(self._wake, 1)
+            try:
+                if leads:
+                    self._lead(lambda: message.done, message, seconds)
+                else:
+                    baton.acquire(timeout=-1 if seconds is None else seconds)
+            finally:
+                self._hand_over(message, leads)
+            if seconds is not None and not message.done:
+                return
+
+    def _lead(self, ended: Callable[[], bool], awaited: TcpMessage | None, seconds: float | None) -> None:
+        streams = tuple(self.streams.values())
+        first = self.streams.get(awaited.peer) if awaited is not None else None
+        lock, poll, by_descriptor = self._lock, self._epoll.poll, self._by_descriptor
+        with lock:
+            if first is not None:
+                first.readable = True  # perhaps: reading is as cheap as asking
+                first.pull(awaited)
+        while True:
+            with lock:
+                for stream in streams:
+                    if stream.due:
+                        stream.pull(awaited)
+                if ended():
+                    return
+                if any(stream.due for stream in streams):
+                    continue
+            events = poll(seconds)
+            with lock:
+                for descriptor, mask in events:
+                    stream = by_descriptor.get(descriptor)
+                    if stream is None:
+                        with suppress(BlockingIOError):
+                            os.eventfd_read(self._wake)
+                        continue
+                    if mask & ~select.EPOLLOUT:
+                        stream.readable = True
+                    if mask & ~select.EPOLLIN:
+                        stream.writable = True
+                        stream.push()
+                if seconds is not None and not events:
+                    return
+
+    def _hand_over(self, message: TcpMessage, led: bool) -> None:
+        """Ends a turn as leader or follower. The first follower leads next."""
+        with self._lock:
+            if led:
+                self._leading = False
+            else:
+                message.baton = None
+                if message in self._followers:
+                    self._followers.remove(message)
+            if not self._leading:
+                self._call_follower()
+
+    def _call_follower(self) -> None:
+        while self._followers:
+            follower = self._followers.popleft()
+            if follower.baton is not None:
+                follower.baton.release()
+                follower.baton = None
+                return
+
+    # -- messages that nobody waits for -------------------------------------------------------------------------------
+
+    def _attend(self, message: TcpMessage) -> None:
+        self._unattended.append(message)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="shoal messages", daemon=True)
+            self._thread.start()
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def _run(self) -> None:
+        """Leads when nobody has led for a while, until all users' messages are done."""
+        while True:
+            self._wanted.wait()
+            nap, leads = UNATTENDED_SECONDS, -1
+            while True:
+                with self._lock:
+                    self._unattended = [message for message in self._unattended if not message.done]
+                    if not self._unattended:
+                        self._wanted.clear()
+                    if self._closed:
+                        return
+                    free = not self._leading and leads == self._leads
+                    leads = self._leads
+                    self._leading = self._leading or free
+                    self._thread_leads = free
+                if not self._wanted.is_set():
+                    break
+                if free:
+                    self._lead(self._relieved, None, None)
+                    with self._lock:
+                        self._leading = self._thread_leads = False
+                        self._call_follower()
+                    nap = UNATTENDED_SECONDS
+                self._ending.wait(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+
+    def _relieved(self) -> bool:
+        """Whether the messenger's own thread need not lead any longer."""
+        return bool(self._followers) or self._closed or all(message.done for message in self._unattended)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def moved(self) -> int:
+        """Bytes that have moved so far."""
+        return sum(stream.sent_bytes + stream.received_bytes for stream in self.streams.values())
+
+    def fail(self, error: CollectiveError) -> None:
+        """Ends all messages, now and later, with this error. Any thread may call this."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+            pending = [receive for queue in self._any_source.values() for receive in queue]
+            self._any_source.clear()
+            for receive in pending:
+                receive.finish(self.failure)
+            for stream in self.streams.values():
+                stream.close("the group has failed", self.failure)
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        self.fail(CollectiveError("the group was closed"))
+        self._ending.set()
+        self._wanted.set()
+        with self._lock:
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        until = time.monotonic() + CLOSE_SECONDS
+        while self._leading and time.monotonic() < until:  # its message is done: it leaves at once
+            time.sleep(0.001)
+        with self._lock:
+            self._epoll.close()
+            os.close(self._wake)
+            for stream in self.streams.values():
+                stream.connection.close()
