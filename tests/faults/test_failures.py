@@ -359,7 +359,7 @@ def test_a_killed_rank_is_missed_though_its_child_holds_its_connections(lab: Lab
 
 @root
 def test_a_rank_killed_in_the_middle_of_a_message(lab: Lab) -> None:
-    """gloo itself would wait for the rest of it until the deadline; and so it would for room to send more."""
+    """Nobody waits for the rest of it, nor for room to send more."""
     fact = Fact()
 
     def play(group: WorkerGroup) -> Any:
@@ -395,7 +395,8 @@ def test_a_rank_that_breaks_off_tells_why(size: int, hosts: tuple[int, ...], req
             time.sleep(1.0)  # it lives
         else:
             time.sleep(0.5)
-            dist.all_reduce(torch.ones(7))  # its part of the first was there already
+            with suppress(PeerLost):  # between hosts; on one host its part of the first was there already
+                dist.all_reduce(torch.ones(7))
         with pytest.raises(PeerLost) as raised:
             dist.all_reduce(torch.ones(7))
         return str(raised.value)
@@ -487,8 +488,7 @@ def test_a_message_of_another_size_is_refused(
         return ""
 
     said = ranks(size, play, places=where)
-    sides = ("20 bytes", "16 bytes") if where is None else ("float32 4", "float32 5")
-    assert all(side.replace(" bytes", "") in said[VICTIM] for side in sides), said
+    assert "sent 16 bytes with tag 0" in said[VICTIM] and "has room for 20" in said[VICTIM], said
 
 
 # -- beginning and end -------------------------------------------------------------------------------------------------
@@ -640,15 +640,15 @@ def test_the_store_dies_with_the_rank_that_has_it(lab: Lab) -> None:
 
 @root
 @pytest.mark.parametrize(
-    ("address", "sentence"),
+    ("at", "address", "sentence"),
     [
-        ("10.99.0.1", "rank 1 on r0h1 cannot listen on 10.99.0.1: Cannot assign requested address"),
-        ("127.0.0.1", "rank 0 on r0h0 (10.77.0.1) cannot reach rank 1 on r0h1 at 127.0.0.1: Connection refused"),
+        (1, "10.99.0.1", "rank 1 on r0h1 cannot listen on 10.99.0.1: Cannot assign requested address"),
+        (0, "127.0.0.1", "rank 1 on r0h1 (10.77.0.2) cannot reach rank 0 on r0h0 at 127.0.0.1: Connection refused"),
     ],
 )
-def test_a_host_that_cannot_be_reached_is_named(lab: Lab, address: str, sentence: str) -> None:
+def test_a_host_that_cannot_be_reached_is_named(lab: Lab, at: int, address: str, sentence: str) -> None:
     def play(group: WorkerGroup) -> Any:
-        if group.rank == 1:
+        if group.rank == at:
             os.environ["SHOAL_ADDRESS"] = address
         with pytest.raises(PeerLost) as raised:
             dist.new_group()

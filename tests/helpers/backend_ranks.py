@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 BACKEND = os.environ.get("SHOAL_TEST_BACKEND", "shoal")
 PATIENCE = timedelta(seconds=15)  # of a group: a check that fails on one rank costs that long, once
 LONGEST_SECONDS = 30.0  # of a check: one that hangs in spite of its group's deadline ends its processes
+RANKS_PER_HOST = int(os.environ.get("SHOAL_TEST_RANKS_PER_HOST", 0))  # 0: all ranks on one host
 ON_GLOO = BACKEND == "gloo"
 
 Check = Callable[[int, int], None]  # rank, size
@@ -152,6 +153,8 @@ def _be_rank(
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if RANKS_PER_HOST:
+            os.environ["SHOAL_HOST"] = f"host{rank // RANKS_PER_HOST}"
         torch.set_num_threads(1)
         warnings.resetwarnings()
         warnings.simplefilter("ignore")  # torch 2.13 deprecates names that scripts still use

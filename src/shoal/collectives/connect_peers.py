@@ -1,5 +1,5 @@
 """Connects the ranks of a group across hosts: to every other rank one connection for status messages (liveness.py), and
-to those of other hosts one for tensors (tcp_messenger.py).
+to those with which it shares no memory one for tensors (tcp_messenger.py).
 
 Each rank listens and connects to the ranks below it. Nothing that a connection sends is used before the other end has
 proved itself: with credentials by TLS, in which both show a certificate of role worker; without, on loopback addresses
@@ -7,22 +7,27 @@ only, by the tokens that the members know from their store. A stranger costs one
 """
 
 import hmac
+import select
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
+from msgspec import structs
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.handshake import GroupMember, exchange_notes
 from shoal.errors import InputError, PeerLost
 from shoal.transport.addresses import is_loopback
+from shoal.transport.credentials import Credentials, credentials_from_environment
+from shoal.transport.identity import PeerRefused, Role
+from shoal.transport.secure_socket import Connection, handshake, secure
 
 CONNECT_SECONDS = 5.0  # to connect, and for a new connection to prove itself
 MAX_STRANGERS = 64  # connections that have not proved themselves yet, beyond those of the members
@@ -49,7 +54,7 @@ class PeerConnections:
             connection.close()
 
 
-def check_credentials(members: Sequence[GroupMember]) -> None:
+def _check_credentials(members: Sequence[GroupMember]) -> None:
     """Raises on all ranks alike if the members cannot trust each other."""
     secured = [member for member in members if member.secured]
     bare = [member for member in members if not member.secured]
@@ -64,16 +69,27 @@ def check_credentials(members: Sequence[GroupMember]) -> None:
             )
 
 
-def connect_peers(store: Store, members: Sequence[GroupMember], rank: int, timeout: timedelta) -> PeerConnections:
-    """Connects every two ranks. If a host cannot be reached, all ranks raise the same error: which, from where, why."""
+def connect_peers(
+    store: Store, members: Sequence[GroupMember], rank: int, shared: Collection[int], timeout: timedelta
+) -> PeerConnections:
+    """Connects every two ranks. If a host cannot be reached, all ranks raise the same error: which, from where, why.
+
+    `shared`: the ranks with which this one shares memory, so that their tensors need no connection."""
+    if len({member.host for member in members}) == 1:
+        members = [structs.replace(member, address="127.0.0.1") for member in members]
+    _check_credentials(members)
     own, size, problem = members[rank], len(members), ""
-    above = {key for member in members[rank + 1 :] for key in _keys(own, member)}
-    below = [key for member in members[:rank] for key in _keys(own, member)]
-    acceptor = None
-    connected: dict[Key, Any] = {}
+    keys = [(each, purpose) for each in range(size) for purpose in Purpose if not (purpose and each in shared)]
+    above = {key for key in keys if key[0] > rank}
+    below = [key for key in keys if key[0] < rank]
+    acceptor, credentials = None, None
+    connected: dict[Key, Connection] = {}
     try:
         try:
-            acceptor = _PeerAcceptor(members, rank, above)
+            credentials = credentials_from_environment()
+            acceptor = _PeerAcceptor(members, rank, above, credentials)
+        except InputError as error:
+            problem = f"{own} cannot prove who it is: {error.message}"
         except OSError as error:
             problem = f"{own} cannot listen on {own.address}: {_reason(error)}"
         ports = exchange_notes(store, rank, size, "port", str(acceptor.port if acceptor else 0), timeout)
@@ -82,7 +98,10 @@ def connect_peers(store: Store, members: Sequence[GroupMember], rank: int, timeo
                 break
             try:
                 limit = min(CONNECT_SECONDS, timeout.total_seconds())
-                connected[peer, purpose] = _connect(members, rank, peer, purpose, int(ports[peer]), limit)
+                hello = _HELLO.pack(rank, purpose, bytes.fromhex(own.token))
+                connected[peer, purpose] = _connect(members[peer], int(ports[peer]), hello, credentials, limit)
+            except PeerRefused as error:
+                problem = f"{own} and {members[peer]} do not trust each other: {error}"
             except (OSError, ValueError) as error:
                 other = members[peer]
                 problem = f"{own} ({own.address}) cannot reach {other} at {other.address}: {_reason(error)}"
@@ -101,34 +120,51 @@ def connect_peers(store: Store, members: Sequence[GroupMember], rank: int, timeo
     return PeerConnections(connected)
 
 
-def _keys(own: GroupMember, other: GroupMember) -> list[Key]:
-    purposes = [Purpose.STATUS] if own.host == other.host else [Purpose.STATUS, Purpose.TENSORS]
-    return [(other.rank, purpose) for purpose in purposes]
-
-
-def _connect(
-    members: Sequence[GroupMember], rank: int, peer: int, purpose: Purpose, port: int, limit: float
-) -> socket.socket:
-    """Connects, shows this rank's token, and checks the other's."""
-    connection = socket.create_connection((members[peer].address, port), limit)
+def _connect(peer: GroupMember, port: int, hello: bytes, credentials: Credentials | None, seconds: float) -> Connection:
+    """Connects to a rank, shows this rank's token, and checks the other's."""
+    until = time.monotonic() + seconds
+    raw = socket.create_connection((peer.address, port), seconds)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_HELLO.pack(rank, purpose, bytes.fromhex(members[rank].token)))
-        answer = connection.recv(len(members[peer].token) // 2, socket.MSG_WAITALL)
-        if not hmac.compare_digest(answer, bytes.fromhex(members[peer].token)):
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = secure(raw, credentials, server_side=False, roles=(Role.WORKER,))
+    except BaseException:
+        raw.close()
+        raise
+    try:
+        handshake(connection, seconds)
+        connection.send(hello)  # fits into the empty buffer of a new connection
+        token, answer = bytes.fromhex(peer.token), b""
+        while len(answer) < len(token):
+            try:
+                received = connection.recv(len(token) - len(answer))
+            except BlockingIOError:
+                _wait_readable(connection, until)
+                continue
+            if not received:
+                raise ConnectionResetError(None, "it closed the connection")
+            answer += received
+        if not hmac.compare_digest(answer, token):
             raise ConnectionRefusedError(None, "something else than this rank listens there")
-        connection.setblocking(False)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
+def _wait_readable(connection: Connection, until: float) -> None:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError(None, "timed out")
+
+
 class _PeerAcceptor:
     """Accepts the ranks above this one in a thread, however many strangers connect at the same time."""
 
-    def __init__(self, members: Sequence[GroupMember], rank: int, expected: set[Key]) -> None:
-        self._members, self._rank, self._expected = members, rank, expected
+    def __init__(
+        self, members: Sequence[GroupMember], rank: int, expected: set[Key], credentials: Credentials | None
+    ) -> None:
+        self._members, self._rank, self._expected, self._credentials = members, rank, expected, credentials
         self._accepted: dict[Key, Any] = {}
         self._strangers: dict[Any, tuple[bytes, float]] = {}  # by connection: its first bytes, and its deadline
         self._complete = threading.Event()
@@ -146,14 +182,17 @@ class _PeerAcceptor:
             missing = sorted({rank for rank, _ in self._expected - self._accepted.keys()})
             names = ", ".join(str(self._members[rank]) for rank in missing)
             raise PeerLost(f"{self._members[self._rank]} got no connection from {names} for {seconds:g} s")
-        self.close()
+        self._stop()
         found, self._accepted = self._accepted, {}
         return found
 
-    def close(self) -> None:
+    def _stop(self) -> None:
         self._closing = True
         self._wake_writer.close()
         self._thread.join()
+
+    def close(self) -> None:
+        self._stop()
         self._wake_reader.close()
         self._listener.close()
         for connection in (*self._strangers, *self._accepted.values()):
@@ -181,25 +220,30 @@ class _PeerAcceptor:
             return
         if len(self._strangers) >= MAX_STRANGERS + len(self._expected):
             self._drop(selector, next(iter(self._strangers)))  # the oldest
-        connection.setblocking(False)
-        self._strangers[connection] = (b"", time.monotonic() + CONNECT_SECONDS)
-        selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stranger = secure(connection, self._credentials, server_side=True, roles=(Role.WORKER,))
+        except OSError:
+            connection.close()
+            return
+        self._strangers[stranger] = (b"", time.monotonic() + CONNECT_SECONDS)
+        selector.register(stranger, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, connection: Any) -> None:
         """Reads the first bytes of a connection, and takes it if it is an expected one."""
+        if connection not in self._strangers:
+            return  # dropped since
         heard, until = self._strangers[connection]
         try:
-            received = connection.recv(_HELLO.size - len(heard))
-            heard += received
-            if not received:
-                raise ConnectionResetError
-            if len(heard) < _HELLO.size:
+            while len(heard) < _HELLO.size:
+                received = connection.recv(_HELLO.size - len(heard))
+                if not received:
+                    raise ConnectionResetError
+                heard += received
                 self._strangers[connection] = (heard, until)
-                return
             key = self._recognize(heard)
             if key is None:
                 raise ConnectionRefusedError
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.send(bytes.fromhex(self._members[self._rank].token))
         except BlockingIOError:
             return

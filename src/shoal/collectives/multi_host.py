@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
-from shoal.collectives.connect_peers import check_credentials, connect_peers
+from shoal.collectives.connect_peers import connect_peers
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.message_router import BACKSTOP_SECONDS, MessageRouter, UserMessage, first_tag
@@ -46,15 +46,16 @@ class MultiHostTransport:
         self.config = CommConfig.from_options(members[0].options).restrict_to(self.places)
         self.reduce_bytes = ByteCounts()  # of all-reduce and ordered reduce
         self._largest: tuple[int, AlgorithmChoice] | None = None  # of all sums: its bytes and its last route
-        check_credentials(members)
-        connections = connect_peers(store, members, rank, timeout)
         self._segment = segment if segment is not None and segment.size > 1 else None
+        shared = [member.rank for member in self._segment.members] if self._segment is not None else []
+        connections = connect_peers(store, members, rank, shared, timeout)
         limit = timeout.total_seconds()
         messenger = ShmMessenger(self._segment) if self._segment is not None else None
         self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors), messenger, limit)
         links = {peer: PeerLink(peer, connection) for peer, connection in connections.status.items()}
         self.health = PeerMonitor(members, rank, links, limit, self.router.progress, self.router.abort_waits)
         self.router.monitor = self.health
+        self.health.streamed = frozenset(connections.tensors)
         self.set_timeout(limit)
         self._pool, self._scratch = TensorPool(), ScratchBuffers()
         self._choices: dict[Any, AlgorithmChoice] = {}

@@ -58,6 +58,7 @@ class PeerMonitor:
     ) -> None:
         self.members, self.rank, self.limit = members, rank, limit
         self.failure: CollectiveError | None = None
+        self.streamed: frozenset[int] = frozenset()  # ranks whose messages come through a stream that ends with them
         self._links = dict(links)
         self._progress, self._abort_waits = progress, abort_waits
         self._seen_progress = 0
@@ -268,6 +269,8 @@ class PeerMonitor:
             if link is None:
                 continue
             over = link.closed_at is not None and now - max(link.closed_at, wait.since) > ENDED_SECONDS
+            if over and one >= 0 and peer in self.streamed:
+                continue  # its last message may be on the way: behind it the stream ends, and then the wait
             if over and (one >= 0 or not link.status.left):
                 return self._peer_lost(wait, peer, self._end_reason(peer))
             if one >= 0 and self._sizes_differ(wait, link.status):
@@ -276,7 +279,7 @@ class PeerMonitor:
                     f" and {self.members[peer]} in {read_record(link.status.message)}: they do not fit each other"
                 )
         ended = [link.closed_at for link in self._links.values() if link.closed_at is not None]
-        if one < 0 and len(ended) == len(self._links) and now - max(*ended, wait.since) > ENDED_SECONDS:
+        if one < 0 and len(ended) == len(self._links) and now - max(*ended, wait.progress_at) > ENDED_SECONDS:
             last = max(self._links, key=lambda peer: self._links[peer].closed_at or 0.0)
             return self._peer_lost(wait, last, "it has left the group, as the last one that could have sent")
         limit = self.limit if wait.limit is None else wait.limit

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.collectives.handshake import GroupMember
+from shoal.collectives.liveness import close_in_children
 from shoal.collectives.receive_claim import ReceiveClaim
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.tcp_stream import TcpMessage, TcpStream
@@ -45,8 +46,9 @@ class TcpMessenger:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
-        for descriptor in self._by_descriptor:
+        for descriptor, stream in self._by_descriptor.items():
             self._epoll.register(descriptor, _EDGES)
+            close_in_children(stream.connection)
         self._leading = False
         self._leads = 0  # how often a caller has led
         self._followers: deque[TcpMessage] = deque()
@@ -97,6 +99,8 @@ class TcpMessenger:
                     message.finish(lost=stream.closed)
                 else:
                     stream.post(message)
+                    if not attended and stream.due:
+                        stream.pull(message)
             if not (attended or message.done):
                 self._attend(message)
         return message
@@ -175,11 +179,11 @@ class TcpMessenger:
             events = poll(seconds)
             with lock:
                 for descriptor, mask in events:
-                    stream = by_descriptor.get(descriptor)
-                    if stream is None:
+                    if descriptor == self._wake:
                         with suppress(BlockingIOError):
                             os.eventfd_read(self._wake)
                         continue
+                    stream = by_descriptor[descriptor]
                     if mask & ~select.EPOLLOUT:
                         stream.readable = True
                     if mask & ~select.EPOLLIN:
@@ -226,16 +230,15 @@ class TcpMessenger:
             while True:
                 with self._lock:
                     self._unattended = [message for message in self._unattended if not message.done]
-                    if not self._unattended:
-                        self._wanted.clear()
                     if self._closed:
                         return
+                    if not self._unattended:
+                        self._wanted.clear()
+                        break
                     free = not self._leading and leads == self._leads
                     leads = self._leads
                     self._leading = self._leading or free
                     self._thread_leads = free
-                if not self._wanted.is_set():
-                    break
                 if free:
                     self._lead(self._relieved, None, None)
                     with self._lock:
@@ -272,11 +275,13 @@ class TcpMessenger:
 
     def close(self) -> None:
         self.fail(CollectiveError("the group was closed"))
-        self._ending.set()
-        self._wanted.set()
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             os.eventfd_write(self._wake, 1)
+        self._ending.set()
+        self._wanted.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         until = time.monotonic() + CLOSE_SECONDS

@@ -40,6 +40,7 @@ from shoal.collectives.single_host import SingleHostTransport
 from shoal.collectives.stats import CommStats
 from shoal.errors import CollectiveError, InputError, PeerLost, ShoalError
 from shoal.numerics.lanes import Span
+from shoal.transport.credentials import CREDENTIALS_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 log = logging.getLogger("shoal.collectives")
 ERROR_WAIT = timedelta(seconds=2)  # how long a rank that cannot join waits for the others to read its error
@@ -49,9 +50,12 @@ _logged: set[str] = set()
 class TransportMessage(Protocol):
     """A send or receive in progress."""
 
-    source: int
-    done: bool
-    error: CollectiveError | None
+    @property
+    def source(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> CollectiveError | None: ...
 
     def wait(self, timeout: float | None = None) -> None: ...
 
@@ -136,6 +140,7 @@ def open_transport(
             token=token,
             num_bytes=SEGMENT_BYTES,
             no_memory_reason=no_memory_reason,
+            secured=has_credentials(),
             options=options,
             error="" if options_error is None else str(options_error),
         )
@@ -153,6 +158,11 @@ def open_transport(
     from shoal.collectives.multi_host import MultiHostTransport  # only for several hosts
 
     return members, MultiHostTransport(store, members, rank, segment, timeout)
+
+
+def has_credentials() -> bool:
+    """Whether this process can prove itself to others. Reads no file: a group of one host needs none."""
+    return any(map(os.environ.get, (CREDENTIALS_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE)))
 
 
 def _read_options(options: Any) -> tuple[CommOptions, ShoalError | None]:

@@ -1,0 +1,221 @@
+"""Messages through streams: two ranks in one process, at the two ends of a socket."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.collectives.handshake import GroupMember
+from shoal.collectives.shm_p2p import ANY_SOURCE
+from shoal.collectives.tcp_messenger import TcpMessenger
+from shoal.errors import CollectiveError, PeerLost
+
+PATIENCE = 10.0  # seconds: of a thread that would hang
+
+
+def member(rank: int) -> GroupMember:
+    place = f"host{rank}"
+    return GroupMember(
+        rank=rank, host=place, name=place, rack="", address="127.0.0.1", pid=1, descriptor=-1, token="00" * 16
+    )
+
+
+@dataclass
+class Ends:
+    """The messengers of a rank 0 that is connected to all others."""
+
+    hub: TcpMessenger
+    others: list[TcpMessenger]
+
+
+def connected(size: int = 2) -> Ends:
+    members = [member(rank) for rank in range(size)]
+    near: dict[int, Any] = {}
+    others = []
+    for rank in range(1, size):
+        near[rank], far = socket.socketpair()
+        for end in (near[rank], far):
+            end.setblocking(False)
+        others.append(TcpMessenger(members, rank, {0: far}))
+    return Ends(TcpMessenger(members, 0, near), others)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = connected()
+    yield made
+    for messenger in (made.hub, *made.others):
+        messenger.close()
+
+
+def values(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def in_thread(action: Any) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_messages_of_all_sizes_arrive_by_their_tags_in_any_order(ends: Ends) -> None:
+    (other,) = ends.others
+    sizes = [0, 1, 15, 16, 17, 8191, 8192, 8193, 70_000, 3_000_000, 5]
+    sent = [values(size, tag) for tag, size in enumerate(sizes)]
+
+    def send() -> None:
+        for message in [other.send(each, 0, tag, "a send") for tag, each in enumerate(sent)]:
+            message.wait()
+
+    sender = in_thread(send)
+    posted_before = [ends.hub.receive(torch.zeros_like(sent[2]), 1, 2, "a receive")]
+    for tag in reversed(range(len(sizes))):  # the last first: all before it have to be set aside
+        into = torch.zeros_like(sent[tag])
+        message = posted_before.pop() if tag == 2 else ends.hub.receive(into, 1, tag, "a receive")
+        message.wait()
+        found = bytes(message.memory) if tag == 2 else bytes(into.tolist())
+        assert found == bytes(sent[tag].tolist()), tag
+    joined(sender)
+    stream = ends.hub.streams[1]
+    assert not stream.unexpected and stream.received_messages == len(sizes)
+    assert stream.received_bytes == other.streams[0].sent_bytes == sum(sizes) + 16 * len(sizes)
+
+
+def test_messages_of_one_tag_arrive_in_the_order_of_sending(ends: Ends) -> None:
+    (other,) = ends.others
+    for number in range(5):
+        other.send(torch.tensor([number]), 0, 7, "a send")
+    ends.hub.receive(torch.zeros(0), 1, 8, "nothing yet")  # wanted: all before it is read
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(5)]
+    for each in found:
+        ends.hub.receive(each, 1, 7, "a receive").wait()
+    assert [int(each) for each in found] == [0, 1, 2, 3, 4]
+
+
+def test_without_a_receive_nothing_is_read_and_the_sender_is_held_back(ends: Ends) -> None:
+    (other,) = ends.others
+    large = values(32 << 20)
+    wanted = ends.hub.receive(torch.zeros(3), ANY_SOURCE, 9, "another", attended=False)
+    ends.hub.cancel_any(wanted)
+    sending = other.send(large, 0, 1, "a send", attended=False)
+    time.sleep(0.1)
+    assert not sending.done
+    assert ends.hub.streams[1].received_bytes == 0
+    into = torch.zeros_like(large)
+    ends.hub.receive(into, 1, 1, "a receive").wait()
+    assert torch.equal(into, large)
+
+
+def test_a_message_of_another_length_is_an_error_of_the_receive_alone(ends: Ends) -> None:
+    (other,) = ends.others
+    other.send(values(16), 0, 3, "a send")
+    other.send(values(20), 0, 4, "a send")
+    refused = ends.hub.receive(torch.zeros(20, dtype=torch.uint8), 1, 3, "recv from rank 1")
+    with pytest.raises(CollectiveError, match="rank 1 on host1 sent 16 bytes with tag 3 to rank 0 on host0, which has"):
+        refused.wait()
+    into = torch.zeros(20, dtype=torch.uint8)
+    ends.hub.receive(into, 1, 4, "recv from rank 1").wait()
+    assert torch.equal(into, values(20))
+
+
+def test_a_receive_from_any_rank_takes_what_came_first() -> None:
+    ends = connected(4)
+    try:
+        tensors = [torch.zeros(3) for _ in range(3)]
+        receives = [ends.hub.receive(each, ANY_SOURCE, 5, "recv", attended=False) for each in tensors]
+        for rank in (2, 1):
+            ends.others[rank - 1].send(torch.full((3,), float(rank)), 0, 5, "send").wait()
+            receives[2 - rank].wait()
+        ends.others[2].send(torch.full((3,), 3.0), 0, 5, "send").wait()
+        receives[2].wait()
+        assert [receive.source for receive in receives] == [2, 1, 3]
+        assert [float(each[0]) for each in tensors] == [2.0, 1.0, 3.0]
+    finally:
+        for messenger in (ends.hub, *ends.others):
+            messenger.close()
+
+
+def test_several_threads_wait_at_once_and_each_gets_its_own(ends: Ends) -> None:
+    (other,) = ends.others
+    tensors = [torch.zeros(1000) for _ in range(12)]
+
+    def take(tag: int) -> None:
+        ends.hub.receive(tensors[tag], 1, tag, "recv").wait()
+
+    waiting = [in_thread(lambda tag=tag: take(tag)) for tag in range(12)]
+    for tag in (5, 0, 11, 3, 7, 1, 2, 4, 6, 8, 9, 10):
+        time.sleep(0.002)
+        other.send(torch.full((1000,), float(tag)), 0, tag, "send").wait()
+    joined(*waiting)
+    assert [float(each.sum()) for each in tensors] == [1000.0 * tag for tag in range(12)]
+
+
+def test_messages_move_though_nobody_waits(ends: Ends) -> None:
+    (other,) = ends.others
+    large = values(8 << 20)
+    into = torch.zeros_like(large)
+    receiving = ends.hub.receive(into, 1, 1, "recv", attended=False)
+    sending = other.send(large, 0, 1, "send", attended=False)
+    until = time.monotonic() + PATIENCE
+    while not (sending.done and receiving.done) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert torch.equal(into, large)
+    # And a caller that waits takes the lead from the thread.
+    for number in range(50):
+        small = torch.zeros(2)
+        receiving = ends.hub.receive(small, 1, 2, "recv", attended=False)
+        other.send(torch.full((2,), float(number)), 0, 2, "send", attended=False)
+        receiving.wait()
+        assert float(small[1]) == number
+
+
+def test_a_failure_ends_all_waits_at_once(ends: Ends) -> None:
+    said: list[str] = []
+
+    def take(tag: int) -> None:
+        try:
+            ends.hub.receive(torch.zeros(3), 1 if tag else ANY_SOURCE, tag, "recv").wait()
+        except CollectiveError as error:
+            said.append(str(error))
+
+    waiting = [in_thread(lambda tag=tag: take(tag)) for tag in range(4)]
+    time.sleep(0.05)
+    began = time.monotonic()
+    ends.hub.fail(PeerLost("rank 1 is gone"))
+    joined(*waiting)
+    assert time.monotonic() - began < 1.0
+    assert said == ["rank 1 is gone"] * 4
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        ends.hub.send(torch.zeros(3), 1, 0, "send").wait()
+
+
+def test_what_was_sent_before_the_end_of_a_rank_arrives_and_the_rest_is_lost(ends: Ends) -> None:
+    (other,) = ends.others
+    asked: list[tuple[int, str]] = []
+
+    def explain(peer: int, fact: str) -> CollectiveError:
+        asked.append((peer, fact))
+        return PeerLost("its process has ended")
+
+    ends.hub.explain_loss = explain
+    other.send(torch.ones(1000), 0, 1, "send").wait()
+    other.close()
+    into = torch.zeros(1000)
+    first, second = ends.hub.receive(into, 1, 1, "recv"), ends.hub.receive(torch.zeros(5), 1, 2, "recv")
+    first.wait()
+    assert float(into.sum()) == 1000.0
+    for message in (second, ends.hub.receive(torch.zeros(5), 1, 3, "recv"), ends.hub.send(torch.zeros(5), 1, 4, "s")):
+        with pytest.raises(PeerLost, match="its process has ended"):
+            message.wait()
+    assert asked == [(1, "the connection to it was closed")] * 3
