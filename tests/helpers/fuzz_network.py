@@ -327,9 +327,7 @@ def _tensors_for(meta: bytes) -> list[torch.Tensor]:
 # -- ranks, drivers, workers ------------------------------------------------------------------------------------------
 
 PEER_MESSAGES: list[Any] = [
-    liveness.PeerStatus(sequence=7, finished=False, records=((6, b"all_reduce"),), history_crc=1, failed="x"),
-    liveness.SendCountRequest(tag=3, num_bytes=8),
-    liveness.SendCountReply(tag=3, num_bytes=8, count=1),
+    liveness.PeerStatus(sequence=7, finished=False, records=((6, b"all_reduce"),), history_crc=1, failed="x")
 ]
 ORDERS: list[Any] = [StartOrder(process=WHO, environment={"A": "b"}, log="/log", cores=[0, 1], host="h")]
 FORKED: list[Any] = [[ForkServerReply(process=WHO, pid=7), ForkServerReply(process=WHO, code=-9)]]

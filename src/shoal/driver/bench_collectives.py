@@ -227,7 +227,7 @@ def _link(way: Any, rank: int, those: Pairs, together: int, lengths: Sequence[in
 
 
 def _send_and_recv(way: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Point-to-point calls of the transport: through gloo between hosts, through shared memory on one."""
+    """Point-to-point calls of the transport: through TCP between hosts, through shared memory on one."""
     if not isinstance(way, SingleHostTransport):
         return way.router.send, way.router.receive
     op = CollectiveOp("send")
