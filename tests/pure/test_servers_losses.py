@@ -9,7 +9,7 @@ import pytest
 
 from shoal.collectives.handshake import host_identity
 from shoal.driver import process_watch
-from shoal.driver.activities import name_servers
+from shoal.driver.activities import seen_from_outside
 from shoal.driver.process_watch import ProcessWatch
 from shoal.driver.server_driver import unreplaced
 from shoal.driver.stall_watch import StallClock, stall_event
@@ -151,8 +151,9 @@ STARTED = RunStarted(
 
 def test_why_names_servers_and_who_waits_for_them() -> None:
     waits = {"state": "waiting", "waits_for": [3], "since": 4.0, "operation": "the update"}
-    asked = [activity(0, **waits), activity(1, **waits), activity(2, shard=0), activity(3, "stopped")]
-    text = render(with_silence(name_servers(asked, STARTED), 1.5))
+    alive = msgspec.structs.replace(process(), worker_id=WorkerId(3, 0), shard=1, host_name="vm")
+    stopped = msgspec.structs.replace(seen_from_outside(alive, False), state="stopped", pid=73)
+    text = render(with_silence([activity(0, **waits), activity(1, **waits), activity(2, shard=0), stopped], 1.5))
     first = "server 1 holds up workers 0 1: its process (vm, pid 73) is stopped, by SIGSTOP or a debugger"
     assert text.startswith(f"{first}; workers 0 1 have waited for 4.0")
     assert "waits for server 1 in the update" in text

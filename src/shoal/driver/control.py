@@ -129,7 +129,7 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
             state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
-            found = run_activities(state, answers, read_driver_state(folder).started, ANSWER_SECONDS)
+            found = run_activities(state, answers, ANSWER_SECONDS)
             return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
         return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]

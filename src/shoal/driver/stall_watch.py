@@ -11,15 +11,7 @@ from msgspec import structs
 
 from shoal.driver.activities import run_activities
 from shoal.driver.store_monitor import StoreMonitor
-from shoal.report.events import (
-    AnyEvent,
-    CheckpointSaved,
-    ModelEvaluated,
-    RunStalled,
-    RunStarted,
-    StepsCommitted,
-    WorkerFinished,
-)
+from shoal.report.events import AnyEvent, CheckpointSaved, ModelEvaluated, RunStalled, StepsCommitted, WorkerFinished
 from shoal.report.stacks import RUNNING, WAITING, WorkerActivity, conclusion, held_up_by
 
 STALL_SECONDS = 3.0  # without a commit: then all are asked
@@ -55,8 +47,8 @@ class StallClock:
 
 
 class StallWatch:
-    def __init__(self, started: RunStarted) -> None:
-        self.started, self.clock = started, StallClock(time.monotonic())
+    def __init__(self) -> None:
+        self.clock = StallClock(time.monotonic())
         self._asked_at: float | None = None
 
     def observe(self, event: AnyEvent) -> None:
@@ -76,7 +68,7 @@ class StallWatch:
         if state is None or (now - self._asked_at < ANSWER_SECONDS and len(answers) < len(state.alive)):
             return None
         asked, self._asked_at = self._asked_at, None
-        event = stall_event(run_activities(state, answers, self.started, now - asked), now - self.clock.since)
+        event = stall_event(run_activities(state, answers, now - asked), now - self.clock.since)
         if event is not None:
             self.clock.told(now)
         return event

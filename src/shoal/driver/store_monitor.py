@@ -131,7 +131,7 @@ class StoreMonitor:
     def _refuse_if_alive(self, state: MembershipState) -> None:
         alive = living_workers(state)
         if alive:
-            names = [f"worker {one.worker_id.worker} (process {one.pid} on {one.host_name})" for one in alive]
+            names = [f"{one.title} (process {one.pid} on {one.host_name})" for one in alive]
             raise RunFolderError(
                 f"the run is alive: {', '.join(names)}", fix=f"shoal attach {shlex.quote(str(self.folder))} watches it"
             )

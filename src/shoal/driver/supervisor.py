@@ -57,7 +57,7 @@ class WorkerSupervisor:
         self.fatal_error = False  # an error that a replacement would run into, too
         self._fill_at: float | None = None  # when workers that are missing after taking over are started
         self._oom_watch = OomWatch()
-        self._stall_watch = StallWatch(self.launch.started)
+        self._stall_watch = StallWatch()
         recorder.observers.append(self.observe)
 
     # -- events of workers --------------------------------------------------------------------------------------------

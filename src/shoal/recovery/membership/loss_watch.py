@@ -26,6 +26,11 @@ class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     host: str  # equal for processes that can check each other
     host_name: str  # for messages
+    shard: int | None = None  # of a parameter server, which has a rank after those of the workers
+
+    @property
+    def title(self) -> str:
+        return f"worker {self.worker_id.worker}" if self.shard is None else f"server {self.shard}"
 
 
 class LossWatch:

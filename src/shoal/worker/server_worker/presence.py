@@ -41,6 +41,7 @@ class RunPresence:
     def __init__(self, context: WorkerContext, doing: Callable[[], Doing]) -> None:
         """`doing`: called on the heartbeat's thread. A run without a store has no presence: nothing happens."""
         self._context, self._doing = context, doing
+        self._shard = context.rank - context.size if context.rank >= context.size else None
         self._thread = threading.get_ident()
         self._answered = 0  # the newest `why`
         self._unneeded_since: float | None = None
@@ -51,6 +52,7 @@ class RunPresence:
             started=start_ticks(os.getpid()) or "",
             host=host_identity(),
             host_name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
+            shard=self._shard,
         )
         if context.open_run_store is not None:
             store = context.open_run_store()
@@ -112,11 +114,11 @@ class RunPresence:
                 self._heartbeat.put(key, msgspec.json.encode(self._activity()))
 
     def _activity(self) -> WorkerActivity:
-        doing, shard = self._doing(), self._context.rank - self._context.size
+        doing = self._doing()
         user_line, stack = user_stack(self._thread)
         return WorkerActivity(
             worker=self._context.rank,
-            shard=shard if shard >= 0 else None,
+            shard=self._shard,
             incarnation=self._context.incarnation,
             host=self._process.host_name,
             pid=self._process.pid,
@@ -126,7 +128,7 @@ class RunPresence:
             since=doing.since,
             step=doing.step,
             phase=doing.phase,
-            user_line="" if shard >= 0 or doing.waits_for else user_line,
+            user_line="" if self._shard is not None or doing.waits_for else user_line,
             stack=stack,
         )
 
