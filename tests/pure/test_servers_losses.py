@@ -13,7 +13,7 @@ from shoal.driver.activities import seen_from_outside
 from shoal.driver.process_watch import ProcessWatch
 from shoal.driver.server_driver import unreplaced
 from shoal.driver.stall_watch import StallClock, stall_event
-from shoal.paramserver.messages import ClientId, LeaseRequest
+from shoal.paramserver.messages import ClientId, LeaseReply, LeaseRequest
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.membership import loss_watch
@@ -138,6 +138,26 @@ def test_the_coordinator_knows_who_is_waited_for() -> None:
     assert queue.awaited() == []
     queue.next_lease(ClientId(1, 1), LeaseRequest(1))
     assert queue.awaited() == [0], "the only step is worker 0's"
+
+
+def test_a_group_is_never_mistaken_for_one_that_a_lost_server_had_made() -> None:
+    """Also where the server comes back with a snapshot from before the first request."""
+    mode = SyncMode.parse("groups:1")
+    before = StepCoordinator(mode, workers=2, steps=9)
+    captured = before.capture()
+    granted = _generations(before)
+    after = StepCoordinator(mode, workers=2, steps=9)
+    after.restore(captured, server_incarnation=2)
+    assert min(_generations(after)) > max(granted)
+
+
+def _generations(coordinator: StepCoordinator) -> list[int]:
+    found = []
+    for worker in range(2):
+        replies = coordinator.next_lease(ClientId(worker, 1), LeaseRequest(0))
+        found += [each.reply.generation for each in replies if isinstance(each.reply, LeaseReply)]
+    assert found
+    return found
 
 
 def activity(worker: int, state: str = "running", **more: object) -> WorkerActivity:

@@ -50,6 +50,7 @@ class LeaseQueue:
         self.next_fresh = first  # the lowest lease that was never granted
         self.returned: list[int] = []  # leases of lost holders, rising
         self.holders: dict[int, LeaseHolder] = {}  # by group
+        self.lowest_generation = 0  # above all that earlier processes of this shard can have granted
         self.live: dict[int, int | None] = {}  # connected workers -> incarnation, None: unknown
         self.parked: dict[int, ClientId] = {}  # waiting clients by worker, in the order of requests
         self.tasks: list[str] = []
@@ -131,7 +132,7 @@ class LeaseQueue:
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     def _holder(self, worker: int) -> LeaseHolder:
-        return self.holders.setdefault(self.sync_mode.group_of(worker), LeaseHolder())
+        return self.holders.setdefault(self.sync_mode.group_of(worker), LeaseHolder(generation=self.lowest_generation))
 
     def _members(self, group: int) -> list[int]:
         """The connected workers of a group, rising."""
@@ -330,9 +331,9 @@ class LeaseQueue:
     def restore(self, values: dict[str, Any], server_incarnation: int = 0) -> None:
         self.floor, self.above = values["floor"], set(values["above"])
         self.next_fresh, self.returned = values["next_fresh"], list(values["returned"])
-        self.holders = {}
+        self.holders, self.lowest_generation = {}, server_incarnation << 20
         for group, lease, generation, clock, active, next_lease in values["holders"]:
-            generation = max(generation, server_incarnation << 20)
+            generation = max(generation, self.lowest_generation)
             self.holders[group] = LeaseHolder(lease, next_lease, False, generation, (), clock, active)
         self.live = {}
         self.parked = {worker: ClientId(worker, incarnation) for worker, incarnation in values["parked"]}

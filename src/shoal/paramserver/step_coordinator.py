@@ -43,6 +43,7 @@ class StepCoordinator:
         tasks, finish = old.task_intervals, old.finish
         self.queue = LeaseQueue(self.sync_mode, self.steps, first=first, done=done, task_intervals=tasks, finish=finish)
         self.queue.live, self.queue.parked = old.live, old.parked
+        self.queue.lowest_generation = old.lowest_generation
 
     @property
     def step(self) -> int:

@@ -210,6 +210,8 @@ def _doing(each: WorkerActivity | None) -> str:
             return f"its process{place} has ended"
     if each.user_line:
         return f"it is at {_code(each.user_line)}"
+    if each.operation:
+        return f"it is in {_number(each.operation)}"
     return f"it {each.phase}" if each.phase not in AT_WORK else "it computes"
 
 
