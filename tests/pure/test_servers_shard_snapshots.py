@@ -1,6 +1,7 @@
 """A parameter server's shard: capture, restore, rewind, and files."""
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -324,3 +325,9 @@ def test_starts_are_counted_and_two_processes_never_serve_one_shard(tmp_path: Pa
     (tmp_path / "shard-3" / "incarnation").write_text("two")
     with SnapshotFolder(tmp_path / "shard-3") as broken, pytest.raises(InputError, match="does not hold a number"):
         broken.next_incarnation()
+
+
+def test_a_server_goes_on_when_its_folder_was_deleted(tmp_path: Path) -> None:
+    with SnapshotFolder(tmp_path / "shard-0") as snapshots:
+        shutil.rmtree(tmp_path / "shard-0")
+        assert snapshots.steps() == [] and snapshots.newest() is None

@@ -179,7 +179,10 @@ class SnapshotFolder:
     # -- one snapshot -------------------------------------------------------------------------------------------------
 
     def _numbers(self) -> list[int]:
-        names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PATTERN)]
+        try:
+            names = [entry.name for entry in self.folder.iterdir() if entry.name.startswith(_PATTERN)]
+        except FileNotFoundError:  # somebody deleted the run's folder: the server goes on without snapshots
+            return []
         return sorted(int(name.removeprefix(_PATTERN)) for name in names if name.removeprefix(_PATTERN).isdigit())
 
     def _path(self, number: int) -> Path:
