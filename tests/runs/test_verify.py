@@ -40,12 +40,12 @@ def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
 
 def test_the_result_as_json(call: Caller, tmp_path: Path) -> None:
     write_job(tmp_path)
-    value = call.good("verify", "job.py", "--steps", "3", "--set", "seed=5", "--json").value
+    value = call.good("verify", "job.py", "--steps", "3", "--set", "seed=5", "--overlap", "on", "--json").value
     expected = call.train("job.py", "--set", "seed=5", "--set", "steps=3").sha256
     assert value["equal"] is True
     assert value["plain"] is None
     assert [(row["label"], row["weights_sha256"], row["steps"], row["difference"]) for row in value["rows"]] == [
-        (label, expected, 3, None) for label in ("reference", "1 worker", "2 workers")
+        (label, expected, 3, None) for label in ("reference", "1 worker, overlap on", "2 workers, overlap on")
     ]
 
 

@@ -199,15 +199,17 @@ class _ClosingLane:
         """`lefts`: sums of the lanes before in the same subtree, number `place`, from the largest to the smallest."""
         self.exchange, self.replica, self.place, self.lefts = exchange, replica, place, lefts
         self._taken: GradList = [None] * exchange.count
-        gradients = exchange.buckets[: exchange.gradient_buckets]
-        self._leaves: dict[tuple[int, int], nn.Parameter] = {  # parameter, and which of its leaves, if it is tied
-            (slot.index, number): leaf
-            for bucket in gradients
-            for slot in bucket.slots
-            for number, leaf in enumerate(replica.leaves(*replica.parameters[slot.index]))
-        }
-        waits_for = [{slot.index for slot in bucket.slots} for bucket in gradients]
-        self._order = LeavingOrder([key for key in self._leaves if key[0] in indices] for indices in waits_for)
+        self._leaves: dict[tuple[int, int], nn.Parameter] = {}  # by parameter, and which of its leaves, if it is tied
+        waits_for = []
+        for bucket in exchange.buckets[: exchange.gradient_buckets]:
+            leaves = {
+                (slot.index, number): leaf
+                for slot in bucket.slots
+                for number, leaf in enumerate(replica.leaves(*replica.parameters[slot.index]))
+            }
+            self._leaves |= leaves
+            waits_for.append(leaves)
+        self._order = LeavingOrder(waits_for)
         self._error: BaseException | None = None
 
     def backward(self, loss: Tensor) -> None:
