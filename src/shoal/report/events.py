@@ -264,6 +264,7 @@ class TrafficReported(Event, frozen=True, kw_only=True, tag="traffic-reported"):
     sent_bytes: dict[str, int] = {}  # level -> bytes of gradients that this worker sent
     uncompressed_bytes: dict[str, int] = {}  # the same without compression
     squared_errors: dict[str, tuple[float, float]] = {}  # level -> squared norms: of what was left out, of the gradient
+    network: dict[str, dict[str, int]] = {}  # level -> messages and bytes of all kinds that went through sockets
     overlapped: bool = False  # gradients leave during the backward pass
     final: bool = False
 

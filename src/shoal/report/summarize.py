@@ -1,6 +1,7 @@
 """The contents of `report.json`, computed from a tally. Pure; used by the driver at the end."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -270,7 +271,17 @@ def _traffic(tally: RunTally) -> dict[str, Any] | None:
         "unused_levels": list(first.unused_levels),
         "overlapped": first.overlapped,
         "levels": {level: _level(counted, level, tally.steps) for level in levels},
+        "network": _network(counted),
     }
+
+
+def _network(events: Sequence[TrafficReported]) -> dict[str, dict[str, int]]:
+    """Messages and bytes of all kinds through sockets between hosts, over all workers, by level."""
+    found: dict[str, Counter[str]] = {}
+    for event in events:
+        for level, counts in event.network.items():
+            found.setdefault(level, Counter()).update(counts)
+    return {level: dict(counts) for level, counts in found.items()}
 
 
 def _level(events: Sequence[TrafficReported], level: str, steps: int) -> dict[str, Any]:

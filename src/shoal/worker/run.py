@@ -324,6 +324,7 @@ class Run(RunState):
         traffic = self.traffic
         if self.workers > 1 or traffic.compressors or traffic.reason:
             overlapped, figures = self.strategy.overlapped, structs.asdict(traffic)
+            figures["network"] = {level: structs.asdict(each) for level, each in figures.pop("traffic").items()}
             self.emit(TrafficReported(rank=self.worker, final=final, overlapped=overlapped, **figures))
 
     def _rebalance(self, seconds: list[float]) -> None:
