@@ -24,13 +24,15 @@ from shoal.driver.launchers.base import (
     ProcessWroteAside,
 )
 from shoal.driver.launchers.channels import LineBuffer, ProcessChannels
+from shoal.driver.run_recorder import RunRecorder
 from shoal.errors import RunFolderError
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.store import StoreEntry, StoreSnapshot
-from shoal.report.events import EventsDropped, ProcessPaused, WorkerPrinted, decode
+from shoal.report.events import EventsDropped, ProcessPaused, WorkerPrinted, decode, encode
 from shoal.report.incidents import IncidentLog
 from shoal.report.pause_watch import PauseWatch
+from shoal.report.run_folder import RunFolder
 from shoal.report.wording import full_text, paused_text
 from shoal.transport import greetings, unix_sockets
 from shoal.transport.greetings import Greetings
@@ -159,6 +161,17 @@ def test_a_line_without_an_end_does_not_grow_the_driver() -> None:
         assert buffer.add(b"x" * 60) == [] and sum(map(len, buffer._parts)) <= 100
     assert buffer.add(b"end\nthree\n") == [b"three"]
     assert (buffer.too_long, buffer.taken_bytes) == (1, 4 + 4 + 60 * 1001 + 4 + 6)
+
+
+def test_what_a_driver_was_reading_when_it_was_killed_is_read_by_the_next(tmp_path: Path) -> None:
+    recorder = RunRecorder.__new__(RunRecorder)
+    events = [WorkerPrinted(time=float(time), rank=1, text=f"{time}") for time in range(5)]
+    recorder.folder, recorder._written_before = RunFolder(tmp_path), {encode(events[0])}
+    for name, found in {"1.2.0.taken": events[:2], "1.2.1.jsonl": events[3:], "0.0.0.jsonl": events[2:3]}.items():
+        (tmp_path / f"undelivered-{name}").write_bytes(b"".join(encode(event) + b"\n" for event in found) + b"torn")
+    assert list(recorder.undelivered(WHO, 1)) == events[3:]
+    assert list(recorder.undelivered()) == events[1:3], "in order, and nothing twice"
+    assert not list(tmp_path.iterdir())
 
 
 # -- strangers --------------------------------------------------------------------------------------------------------

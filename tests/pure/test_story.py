@@ -389,7 +389,7 @@ def test_samples_that_were_lost_or_doubled_would_show() -> None:
 
 
 def test_total_loss_goes_back_to_a_checkpoint_and_says_how_far() -> None:
-    reason = "no worker has the state: back to the newest checkpoint"
+    reason = "no worker has the state any more"
     leader: list[AnyEvent] = [
         RunResumed(time=189.9, step=700, path="runs/7f3a/checkpoints/700", repeated=100),
         MembershipChanged(time=190.0, generation=2, members=[0, 1], step=0, reason=reason, restart=1),

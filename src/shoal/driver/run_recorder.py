@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -77,14 +78,11 @@ class RunRecorder:
         if process is not None and number is not None:
             name = f"{process.worker}.{process.incarnation}.{number}"
         found: list[AnyEvent] = []
+        for path in self.folder.path.glob(f"{UNDELIVERED}{name}.taken"):  # of a driver that was killed while it read
+            found += _take(path)
         for path in self.folder.path.glob(f"{UNDELIVERED}{name}.jsonl"):
-            taken = path.with_suffix(".taken")
             with suppress(OSError):
-                path.rename(taken)
-                for line in taken.read_bytes().splitlines():
-                    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                        found.append(decode(line))
-                taken.unlink()
+                found += _take(path.rename(path.with_suffix(".taken")))
         for event in sorted(found, key=lambda event: event.time):
             if encode(event) not in self._written_before:
                 yield event
@@ -147,3 +145,14 @@ class RunRecorder:
     def close(self) -> None:
         self.progress.close()
         self._log.finish({})  # of a run that goes on with another layout
+
+
+def _take(path: Path) -> list[AnyEvent]:
+    """The events of a file, which is removed."""
+    found: list[AnyEvent] = []
+    with suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                found.append(decode(line))
+        path.unlink()
+    return found

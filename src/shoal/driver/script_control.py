@@ -110,6 +110,8 @@ def stop_script(folder: RunFolder) -> None:
     if driver.host != host_identity():
         raise InputError(f"the driver of run {folder.id} is on {driver.name}", fix=f"there: kill {driver.pid}")
     os.kill(driver.pid, signal.SIGTERM)
+    if driver.stopped:
+        os.kill(driver.pid, signal.SIGCONT)  # else it would never hear of the other
     deadline = time.monotonic() + STOP_SECONDS
     while process_state(driver.pid, driver.began) is not None and not folder.report.exists():
         if time.monotonic() > deadline:

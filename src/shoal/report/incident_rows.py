@@ -49,7 +49,9 @@ def _summary(report: Report, incidents: list[Incident]) -> list[str]:
         parts.append(f"reconnected {human.times_text(count['regrouped'])}")
     parts.append(f"{human.plural(committed['redone'], 'step')} redone")
     if committed["repeated"]:
-        source = "snapshots of the servers" if count["server-lost"] else "a checkpoint"
+        rolled_back = [incident.step for incident in incidents if incident.kind == "rolled-back"]
+        checkpoint = "the beginning" if rolled_back and not any(rolled_back) else "a checkpoint"
+        source = "snapshots of the servers" if count["server-lost"] else checkpoint
         parts.append(f"{human.plural(committed['repeated'], 'committed step')} repeated from {source}")
     if committed["unreported"]:
         parts.append(f"{human.plural(committed['unreported'], 'step')} unreported")

@@ -329,7 +329,7 @@ class MemberState:
         """A restart, which needs a member for every shard."""
         if not covers_model(members, self.model_shards):
             return WaitForStore()
-        reason = "no worker has the state: back to the newest checkpoint"
+        reason = "no worker has the state any more"
         out = [who for who in view.members if who not in members]
         return ProposeView(
             structs.replace(self._next_view(view, members, reason, out=out), restart=view.restart + 1, step=0)
