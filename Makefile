@@ -66,7 +66,7 @@ fuzz-1: $(READY)
 	@$(BIN)/python -m pytest --durations=0 tests/fuzz/test_fuzz_network.py
 
 fuzz-2: $(READY)
-	@$(BIN)/python -m pytest --durations=0 tests/fuzz/test_fuzz_files.py
+	@$(BIN)/python -m pytest --durations=0 tests/fuzz/test_fuzz_files.py tests/fuzz/test_fuzz_keys.py
 
 simulate: $(READY)
 	@$(BIN)/python -m shoal.testing.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),100000)

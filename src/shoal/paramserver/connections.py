@@ -28,7 +28,7 @@ from shoal.paramserver.permissions import FIRST_VIEWER, role_of_token
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import REQUEST, Frame, FrameLimits
-from shoal.transport.frame_socket import ConnectionLost, SocketTransport, dial
+from shoal.transport.frame_socket import ConnectionLost, PeerUntrusted, SocketTransport, dial
 from shoal.transport.identity import Role
 from shoal.transport.shm_ring import RingBlock
 
@@ -191,6 +191,9 @@ class ShardLinks:
                 self.poll.register(transport.fileno(), select.POLLIN)
             else:
                 link.transport = connect_local(link.target)
+        except PeerUntrusted as error:
+            self._fail_link(link, InputError(f"the server at {link.address} was not believed: {error}"))
+            return False
         except ConnectionLost as error:
             link.reason = str(error)
             self._report_away(link)

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from shoal.errors import InputError
+from shoal.transport.decoding import decode_json
 from shoal.transport.identity import PeerIdentity, PeerRefused, Role
 from shoal.transport.secret_files import checked_secret, read_secret, read_shared_secret, write_secret
 from shoal.transport.tls_errors import describe_tls_error
@@ -57,7 +58,14 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def context(self, server_side: bool) -> ssl.SSLContext:
         """Only for connections whose peer is then named by `identify`, which checks time, run and revocation."""
-        return _tls_context(self.authority, self.certificate, self.key, server_side)
+        try:
+            return _tls_context(self.authority, self.certificate, self.key, server_side)
+        except (ssl.SSLError, ValueError) as error:
+            why = str(getattr(error, "reason", None) or error).replace("_", " ").lower()
+            raise InputError(
+                f"the credentials of {self.identity} cannot be used: {why}",
+                fix="start the run again: its driver makes new ones",
+            ) from None
 
     def identify(self, tls: ssl.SSLSocket | ssl.SSLObject, roles: Collection[Role] = tuple(Role)) -> PeerIdentity:
         """Who is at the other end of a finished handshake. Raises PeerRefused."""
@@ -100,8 +108,8 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @classmethod
     def load(cls, path: Path) -> Self:
         try:
-            return msgspec.json.decode(read_secret(path, "credentials of a process").encode(), type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+            return decode_json(read_secret(path, "credentials of a process").encode(), cls)
+        except msgspec.DecodeError:
             raise InputError(
                 f"{path} has no credentials of a process, as the driver of a run writes them to RUN/keys",
                 fix=f"unset {CREDENTIALS_VARIABLE}, or let it name such a file",

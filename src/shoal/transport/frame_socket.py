@@ -24,7 +24,7 @@ from shoal.transport import frame_format
 from shoal.transport.addresses import connect_socket, socket_error_text
 from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import ALIGN, IN_SHARED_MEMORY, BadFrame, Frame, FrameHeader, FrameLimits, FrameTensor
-from shoal.transport.identity import PeerIdentity, Role
+from shoal.transport.identity import PeerIdentity, PeerRefused, PeerVanished, Role
 from shoal.transport.secure_socket import Connection, TlsSocket, handshake, secure
 from shoal.transport.shm_ring import RING_BYTES, RingReader, RingWriter, create_ring
 
@@ -50,6 +50,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 class ConnectionLost(Exception):
     """The peer is gone. The text is the reason."""
+
+
+class PeerUntrusted(ConnectionLost):
+    """The process at that address is a stranger: trying again does not help."""
 
 
 class FrameTransport(Protocol):
@@ -384,6 +388,8 @@ def dial(text: str, timeout: float, credentials: Credentials | None = None) -> S
         transport = SocketTransport(secured)
     except OSError as error:
         secured.close()
+        if isinstance(error, PeerRefused) and not isinstance(error, PeerVanished):
+            raise PeerUntrusted(str(error)) from None
         raise ConnectionLost(socket_error_text(error)) from None
     transport.accepts_descriptors = transport.local
     return transport

@@ -33,3 +33,7 @@ class PeerIdentity:
 
 class PeerRefused(ConnectionError):
     """The process at the other end is a stranger, or its role does not permit what it asks. The text is the reason."""
+
+
+class PeerVanished(PeerRefused):
+    """The other end closed the connection before either was known: it may have refused this one, or have died."""

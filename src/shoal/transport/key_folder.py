@@ -19,6 +19,7 @@ import msgspec
 from shoal.errors import InputError
 from shoal.transport.authority import AUTHORITY, REVOKED, RunAuthority
 from shoal.transport.credentials import CREDENTIALS_VARIABLE, Credentials, read_revoked
+from shoal.transport.decoding import decode_json
 from shoal.transport.identity import Role
 from shoal.transport.secret_files import write_secret
 
@@ -114,8 +115,8 @@ class KeyFolder:
         found = []
         with suppress(FileNotFoundError):
             for line in (self.path / ISSUED).read_bytes().splitlines():
-                with suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a torn line
-                    found.append(msgspec.json.decode(line, type=IssuedCertificate))
+                with suppress(msgspec.DecodeError):  # a torn line
+                    found.append(decode_json(line, IssuedCertificate))
         return found
 
     def revoke(self, name: str) -> list[IssuedCertificate]:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from shoal.transport.credentials import Credentials, tls_error_text
-from shoal.transport.identity import PeerIdentity, PeerRefused, Role
+from shoal.transport.identity import PeerIdentity, PeerRefused, PeerVanished, Role
 
 Buffer = bytes | bytearray | memoryview
 DIRECT_BYTES = 16 << 10  # a buffer of this size is encrypted from where it is; smaller ones are joined
@@ -56,7 +56,8 @@ class TlsSocket:
             self.wants_write = isinstance(error, ssl.SSLWantWriteError)
             return BlockingIOError()
         if isinstance(error, ssl.SSLError):
-            return PeerRefused(tls_error_text(error, self._credentials))
+            kind = PeerVanished if isinstance(error, ssl.SSLEOFError) else PeerRefused
+            return kind(tls_error_text(error, self._credentials))
         return error
 
     # -- bytes --------------------------------------------------------------------------------------------------------

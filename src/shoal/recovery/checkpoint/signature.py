@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.errors import CheckpointError
 from shoal.recovery.checkpoint.manifest import MANIFEST, fsync
+from shoal.transport.decoding import decode_json
 from shoal.transport.secret_files import KEYS, MANIFEST_KEY, kept_secret, read_shared_secret
 
 SIGNATURE = "manifest.sig"
@@ -67,7 +68,7 @@ class ManifestSigner:
             where = f"no {self.key_file}, and {KEY_VARIABLE} is not set"
             return "" if found is None else f"{checkpoint.name} is signed, and was not compared: {where}"
         wanted = self._signature(manifest)
-        if found is not None and hmac.compare_digest(found.hmac_sha256, wanted.hmac_sha256):
+        if found is not None and hmac.compare_digest(found.hmac_sha256.encode(), wanted.hmac_sha256.encode()):
             return ""
         if found is None:
             what = f"has no valid {SIGNATURE}, and the checkpoints of this run are signed"
@@ -90,6 +91,6 @@ class ManifestSigner:
     def _read(self, checkpoint: Path) -> ManifestSignature | None:
         try:
             with (checkpoint / SIGNATURE).open("rb") as file:
-                return msgspec.json.decode(file.read(_MOST_BYTES), type=ManifestSignature)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                return decode_json(file.read(_MOST_BYTES), ManifestSignature)
+        except (OSError, msgspec.DecodeError):
             return None
