@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Self
 
-from cryptography.exceptions import UnsupportedAlgorithm
-
 from shoal.errors import InputError
 from shoal.transport import certificates
 from shoal.transport.credentials import SHARED_RUN, VALID_BEFORE, VALID_DAYS, Credentials, read_revoked, uri_of
@@ -44,7 +42,7 @@ class RunAuthority:
         name, _, key_text = read_secret(path, "the authority of a run").partition("\n")
         try:
             return cls(name.removeprefix("# shoal run "), key_text, folder)
-        except (ValueError, TypeError, UnsupportedAlgorithm):
+        except ValueError:
             raise InputError(
                 f"{path} has no authority of a run", fix=f"rm {path}; the next start of the run makes a new one"
             ) from None

@@ -36,7 +36,10 @@ def key_text(key: Ed25519PrivateKey) -> str:
 
 def read_key(text: str) -> Ed25519PrivateKey:
     """Raises ValueError if the text is no Ed25519 key."""
-    key = serialization.load_pem_private_key(text.encode(), None)
+    try:
+        key = serialization.load_pem_private_key(text.encode(), None)
+    except Exception as error:  # of a damaged file `cryptography` raises this and that, an error of its own among them
+        raise ValueError(f"it cannot be read: {type(error).__name__}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError("it is not an Ed25519 key")
     return key

@@ -60,7 +60,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Only for connections whose peer is then named by `identify`, which checks time, run and revocation."""
         try:
             return _tls_context(self.authority, self.certificate, self.key, server_side)
-        except (ssl.SSLError, ValueError) as error:
+        except (ssl.SSLError, ValueError, TypeError) as error:
             why = str(getattr(error, "reason", None) or error).replace("_", " ").lower()
             raise InputError(
                 f"the credentials of {self.identity} cannot be used: {why}",
