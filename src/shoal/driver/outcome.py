@@ -134,7 +134,8 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         )
     failure = first_cause(tally)
     if failure is None:
-        return RunFailed("the run ended before it was done", where=at, report=report)
+        fix = f"go on with --resume {shlex.quote(report['folder'])}" if saved or report.get("servers") else None
+        return RunFailed("the run ended before it was done", where=at, fix=fix, report=report)
     message, where = failure.message, list(failure.where)
     if failure.kind not in SELF_EXPLAINING:
         place = [_process(failure.rank, tally)]
