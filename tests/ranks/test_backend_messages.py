@@ -468,3 +468,12 @@ def objects(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "name"), check.cases)
 def test_messages(played: Played, size: int, name: str) -> None:
     report(played(size), name)
+
+
+def test_messages_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks share a host, the third has one of its own: all checks again, through memory and streams together."""
+    monkeypatch.setattr(backend_ranks, "RANKS_PER_HOST", 2)
+    names = [name for size, name in check.cases if size == 3]
+    verdicts = backend_ranks.play(3, {name: check.checks[name] for name in names})
+    for name in names:
+        report(verdicts, name)
