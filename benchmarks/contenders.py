@@ -6,7 +6,6 @@ processes are on hosts of a lab, one on each.
 """
 
 import os
-import secrets
 import select
 import signal
 import tempfile
@@ -130,7 +129,6 @@ def _loop(case: Case, model: nn.Module, note: Path, *, rank: int, size: int, joi
 def forked(count: int, work: Callable[[int], None], places: Sequence[LabHost] = ()) -> None:
     """Calls `work(rank)` in processes of their own and waits for them. The first that fails ends the others."""
     children = []
-    secret = secrets.token_hex(32)  # by which ranks on several hosts prove that they belong together
     for rank in range(count):
         child = os.fork()
         if child == 0:
@@ -139,7 +137,7 @@ def forked(count: int, work: Callable[[int], None], places: Sequence[LabHost] = 
                 os.environ.pop("MKL_CBWR", None)  # Shoal's setting; a plain program does not have it
                 torch.set_num_threads(1)
                 if places:
-                    _move(places, rank, secret)
+                    _move(places, rank)
                 work(rank)
                 code = 0
             except BaseException:
@@ -152,11 +150,11 @@ def forked(count: int, work: Callable[[int], None], places: Sequence[LabHost] = 
         raise RuntimeError(f"a process of the benchmark failed: exit codes {codes}")
 
 
-def _move(places: Sequence[LabHost], rank: int, secret: str) -> None:
+def _move(places: Sequence[LabHost], rank: int) -> None:
     """To the rank's host, with what a launcher gives to a program there."""
     enter(places[rank])
-    os.environ.update(torchrun_environment(places, rank, places[0].address, MASTER_PORT))
-    os.environ.update(places[rank].variables | {"SHOAL_SECRET": secret})
+    store = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(MASTER_PORT)}
+    os.environ.update(torchrun_environment(places, rank) | store | places[rank].variables)
 
 
 def _wait(children: Sequence[int]) -> list[int]:
