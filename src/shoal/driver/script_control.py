@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -136,10 +135,6 @@ def _end_leftovers(folder: RunFolder) -> None:
         return  # they end within seconds, and the process that ends them removes its socket
     if read_driver_state(folder).config.failure.store is None:
         with suppress(ShoalError, OSError):
-            sqlite_client.stop_server(folder.path, dial=_dial)
+            sqlite_client.stop_server(folder.path)
     for name in SITTING_FILES:
         (folder.path / name).unlink(missing_ok=True)
-
-
-def _dial(address: str, port: int, seconds: float) -> socket.socket:
-    return socket.create_connection((address, port), timeout=seconds)

@@ -24,8 +24,13 @@ from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
+from shoal.recovery.membership.store_access import StoreAccess, dial
 from shoal.report.events import AnyEvent, StoreOutage, TrainingNote
 from shoal.report.stacks import WorkerActivity
+from shoal.transport.addresses import is_loopback
+from shoal.transport.credentials import Credentials
+from shoal.transport.identity import Role
+from shoal.transport.key_folder import KEYS, KeyFolder
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
@@ -57,19 +62,28 @@ class StoreMonitor:
         self._asked = 0  # the store's revision when processes were asked what they are doing
         self._polled = 0.0
         self._away_since: float | None = None
+        self._keys = KeyFolder(folder / KEYS, run)
+        self._access = StoreAccess(role=Role.DRIVER, credentials=self._own_credentials, dial=self._dial)
         if address is None:
             self._start_server()
-            self.store: RunStore = sqlite_client.connect(folder, dial=self._dial)
+            self.store: RunStore = sqlite_client.connect(folder, self._access)
         else:
             self.store = open_store(address, folder, run)
         self._claim = DriverClaim(self.store, folder)
 
     def _start_server(self) -> None:
-        owner = None if self.detached else os.getpid()
-        self.host.call(lambda: sqlite_client.start_server(self.folder, self.host.address, owner=owner))
+        owner, host, keys = None if self.detached else os.getpid(), self.host, self._keys
+        if is_loopback(host.address):
+            sqlite_client.start_server(self.folder, owner=owner)
+            return
+        credentials = keys.bundle(Role.STORE)
+        host.call(lambda: sqlite_client.start_server(self.folder, host.address, credentials=credentials, owner=owner))
+
+    def _own_credentials(self) -> Credentials:
+        return Credentials.load(self._keys.bundle(Role.DRIVER))
 
     def _dial(self, address: str, port: int, seconds: float) -> socket.socket:
-        return self.host.call(lambda: socket.create_connection((address, port), timeout=seconds))
+        return self.host.call(lambda: dial(address, port, seconds))
 
     # -- the beginning --------------------------------------------------------------------------------------------
 
@@ -251,7 +265,7 @@ class StoreMonitor:
             self._claim.release()
         self.store.close()
         if stop and self.address is None:
-            sqlite_client.stop_server(self.folder, dial=self._dial)
+            sqlite_client.stop_server(self.folder, self._access)
             if for_good:
                 for name in (sqlite_messages.DATABASE, sqlite_messages.LOCK, sqlite_messages.LOG):
                     (self.folder / name).unlink(missing_ok=True)

@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 
 from shoal.recovery.membership import sqlite_client
 from shoal.recovery.membership.open_store import open_store
+from shoal.recovery.membership.store import RunStore
+from shoal.recovery.membership.store_access import member_access
 from shoal.report.run_folder import RunFolder
+from shoal.transport.identity import Role
 from shoal.worker.context import WorkerContext, rendezvous_store
 from shoal.worker.elastic_membership import LOG_ONLY
 from shoal.worker.event_channel import EventChannel
@@ -65,13 +68,20 @@ class WorkerProgram:
     def _context(self, startup: WorkerStartup) -> WorkerContext:
         failure, folder = self.context.config.failure, self.run.path
         name = f"{startup.rank}.{startup.incarnation}"
+        access = member_access(Role.WORKER if startup.rank < self.context.size else Role.SERVER)
+
+        def open_run_store() -> RunStore:
+            return open_store(failure.store, folder, self.run.id, access)
+
         return replace(
             self.context,
             rank=startup.rank,
             incarnation=startup.incarnation,
             channel=EventChannel(startup.channel, name, folder, outlives=failure.detached),
             open_torch_store=rendezvous_store,
-            open_run_store=(lambda: open_store(failure.store, folder, self.run.id)) if failure.elastic else None,
+            open_run_store=(lambda: open_store(failure.store, folder, self.run.id, access))
+            if failure.elastic
+            else None,
             should_leave=startup.notice.claim,
             before_join=lambda: _before_join(startup),
             restart_store=self._restart_store,

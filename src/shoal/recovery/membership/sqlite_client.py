@@ -1,4 +1,4 @@
-"""The embedded store, on one machine: starts its server (sqlite_server.py), sends requests to it, ends it.
+"""The embedded store: starts its server (sqlite_server.py), sends requests to it, ends it.
 
     start_server(folder)   starts a server that outlives the caller, unless one lives already
     connect(folder)        a client, which connects when it needs to, and again after a failure
@@ -8,6 +8,7 @@ A client reads store.json in the run's folder each time it connects: after a res
 """
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,34 +22,31 @@ from pathlib import Path
 from shoal.errors import RunError
 from shoal.recovery.membership import sqlite_messages, sqlite_process
 from shoal.recovery.membership.sqlite_messages import StoreServerInfo, read_server_info
-from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreSnapshot, StoreUnavailable
+from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreRefused, StoreSnapshot, StoreUnavailable
+from shoal.recovery.membership.store_access import ADMIN_ACCESS, StoreAccess
 from shoal.recovery.membership.store_errors import StoreOutageTimer
+from shoal.recovery.membership.store_rights import hello
 from shoal.transport.decoding import decode_json
 
 RESPONSE_SECONDS = 2.0  # that a connection or a reply may take, beyond the time of a wait
 STOP_SECONDS = 5.0  # until the server is killed
 IDLE_SECONDS = 60.0
 
-Dial = Callable[[str, int, float], socket.socket]  # address, port, seconds
-
-
-def dial(address: str, port: int, seconds: float) -> socket.socket:
-    return socket.create_connection((address, port), timeout=seconds)
-
 
 def start_server(
     folder: Path,
-    address: str = "127.0.0.1",
+    address: str = sqlite_messages.ON_MACHINE,
     *,
-    listener: socket.socket | None = None,
+    credentials: Path | None = None,
     idle_seconds: float = IDLE_SECONDS,
     owner: int | None = None,
 ) -> StoreServerInfo:
     """Starts the server and returns when it listens. Any process may call this at any time: one server runs at most.
 
-    The server runs in the network namespace of the calling thread, so `call_on(host, …)` starts one on a lab's host,
-    with that host's address. `listener`: a socket that listens at that address already; the caller closes it. The
-    server ends after `idle_seconds` without lease and client, and with the process `owner` if there is one.
+    It listens at a socket in the folder. With an address it listens there, for processes of the run that prove
+    themselves by TLS; `credentials`: a file with its own. The server runs in the network namespace of the calling
+    thread, so `call_on(host, …)` starts one on a lab's host, with that host's address. It ends after `idle_seconds`
+    without lease and client, and with the process `owner` if there is one.
     """
     found = _live_server(folder)
     if found is not None:
@@ -57,11 +55,9 @@ def start_server(
     command += ["--address", address, "--idle", f"{idle_seconds}"]
     if owner is not None:
         command += ["--owner", f"{owner}"]
-    passed: tuple[int, ...] = ()
-    if listener is not None:
-        passed = (listener.fileno(),)
-        command += ["--descriptor", f"{listener.fileno()}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, pass_fds=passed)
+    if credentials is not None:
+        command += ["--credentials", str(credentials)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     try:
         return decode_json(done.stdout, StoreServerInfo)
     except ValueError:
@@ -76,13 +72,13 @@ def server_running(folder: Path) -> bool:
     return _live_server(folder) is not None
 
 
-def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECONDS) -> None:
+def stop_server(folder: Path, access: StoreAccess = ADMIN_ACCESS, *, seconds: float = STOP_SECONDS) -> None:
     """Ends the server of this folder, if there is one: sends a request, and kills it if it lives after `seconds`."""
     # A server may be starting.
     _wait_until(lambda: not sqlite_messages.is_locked(folder) or server_running(folder), seconds)
     serving = _live_server(folder)
     if serving is not None:
-        client = SqliteStore(folder, dial)
+        client = SqliteStore(folder, access)
         with suppress(StoreUnavailable):
             client.end_server()
             _wait_until(lambda: not _is_alive(serving), seconds)
@@ -95,9 +91,9 @@ def stop_server(folder: Path, *, dial: Dial = dial, seconds: float = STOP_SECOND
     sqlite_messages.remove_server_info(folder)
 
 
-def connect(folder: Path, *, dial: Dial = dial) -> "SqliteStore":
-    """A client of the folder's server, which may start later. `dial`: connects into another network."""
-    return SqliteStore(folder, dial)
+def connect(folder: Path, access: StoreAccess = ADMIN_ACCESS) -> "SqliteStore":
+    """A client of the folder's server, which may start later."""
+    return SqliteStore(folder, access)
 
 
 class SqliteStore:
@@ -106,10 +102,9 @@ class SqliteStore:
     A thread that must not wait for others, such as the one that renews a lease, has a client of its own.
     """
 
-    def __init__(self, folder: Path, dial: Dial) -> None:
-        self.folder, self._dial = folder.absolute(), dial  # the user's code may change the working folder
-        serving = read_server_info(folder)
-        self.address = str(serving) if serving is not None else str(folder / sqlite_messages.SERVER_INFO)
+    def __init__(self, folder: Path, access: StoreAccess) -> None:
+        self.folder, self._access = folder.absolute(), access  # the user's code may change the working folder
+        self.address = self._address_of(read_server_info(folder))
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self.rejected = 0  # connections that the server had closed for what they sent, when this client connected
@@ -170,6 +165,8 @@ class SqliteStore:
             if reply.error is not None:
                 raise self._outage.error(self.address, reply.error)
             self._outage.clear()
+        if reply.refused is not None:
+            raise StoreRefused(f"the store at {self.address} refuses: {reply.refused}")
         if reply.lease_ended:
             raise LeaseEnded("nothing was written to the store: the lease has ended")
         return reply
@@ -183,13 +180,17 @@ class SqliteStore:
                 raise FileNotFoundError(
                     f"no server has left its address in {self.folder / sqlite_messages.SERVER_INFO}"
                 )
-            self.address = str(serving)
-            self._socket, self._owner = self._dial(serving.address, serving.port, RESPONSE_SECONDS), os.getpid()
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.settimeout(RESPONSE_SECONDS)
-            self._socket.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(serving.token)))
+            self.address = self._address_of(serving)
+            self._socket, self._owner = self._access.open(self.folder, serving, RESPONSE_SECONDS), os.getpid()
+            self._socket.sendall(sqlite_messages.frame(hello(serving.token, self._access.role)))
             self.rejected = _receive(self._socket).rejected
         return self._socket
+
+    def _address_of(self, serving: StoreServerInfo | None) -> str:
+        """For messages."""
+        if serving is None:
+            return str(self.folder / sqlite_messages.SERVER_INFO)
+        return f"unix:{self.folder / sqlite_messages.SOCKET}" if serving.on_machine else str(serving)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -200,14 +201,9 @@ class SqliteStore:
 
 def _is_closed(connection: socket.socket) -> bool:
     """Whether the server is gone: between requests it sends nothing but the end of the connection."""
-    connection.settimeout(0.0)
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _receive(connection: socket.socket) -> sqlite_messages.StoreReply:

@@ -2,13 +2,14 @@
 
     store.db      the records, in SQLite
     store.lock    held while the server lives: one server per folder
-    store.json    where the server listens, its process, and the token that clients have to show
+    store.sock    where the server listens, on one machine
+    store.json    where the server listens, its process, and the secret from which a client's token is made
     store.log     the last words of a server that failed
 
 A frame is a length (4 bytes, network order) and one msgpack value.
 
 The server imports this module without the package, which would import torch (sqlite_process.py): this module imports
-only the standard library, msgspec and transport/decoding.py.
+only the standard library, msgspec and light modules of transport.
 """
 
 import fcntl
@@ -20,8 +21,11 @@ from typing import Annotated
 import msgspec
 
 from shoal.transport.decoding import decode_json, guarded
+from shoal.transport.identity import Role
 
 DATABASE, LOCK, SERVER_INFO, LOG = "store.db", "store.lock", "store.json", "store.log"
+SOCKET = "store.sock"
+ON_MACHINE = "unix"  # the address of a server at the socket in its folder
 
 REQUEST_BYTES = 1 << 20  # the largest request
 HELLO_BYTES = 1 << 10  # the largest request before the token
@@ -34,7 +38,10 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class StoreHello(msgspec.Struct, frozen=True, tag=True):
+    """The first request of a connection. Between hosts the role is that of the certificate."""
+
     token: str
+    role: Role
 
 
 class StoreRead(msgspec.Struct, frozen=True, tag=True):
@@ -86,19 +93,26 @@ class StoreReply(msgspec.Struct, frozen=True, omit_defaults=True):
     entries: dict[str, tuple[bytes, int]] | None = None  # value and revision; None: nothing has changed
     lease_ended: bool = False  # and nothing was written
     error: str | None = None  # and nothing was done
+    refused: str | None = None  # the client's role does not permit it, and nothing was done
     rejected: int = 0  # connections that were closed for what they sent; in the reply to a hello
 
 
 class StoreServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The content of store.json."""
 
-    address: str
+    address: str  # `unix`: the socket in this folder
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
     started: int  # in the kernel's ticks: another process may get the same id later
     token: str
 
+    @property
+    def on_machine(self) -> bool:
+        return self.address == ON_MACHINE
+
     def __str__(self) -> str:
+        if self.on_machine:
+            return f"unix:{SOCKET}"
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 

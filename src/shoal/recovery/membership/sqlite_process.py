@@ -29,13 +29,18 @@ from shoal.recovery.membership.sqlite_messages import (
     DATABASE,
     LOCK,
     LOG,
+    ON_MACHINE,
     SERVER_INFO,
+    SOCKET,
     StoreServerInfo,
     process_start_ticks,
     read_server_info,
 )
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.sqlite_server import StoreServer
+from shoal.recovery.membership.store_door import StoreDoor
+from shoal.transport import unix_sockets
+from shoal.transport.credentials import Credentials
 
 OTHER_SERVER_SECONDS = 10.0  # that a second server waits until the first is ready or gone
 SPARE_DESCRIPTORS = 50  # that connections may not use
@@ -45,8 +50,8 @@ def main() -> int:
     """Starts the server in the background. Prints the content of store.json when it is ready, or what is wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--address", default="127.0.0.1", help="to listen on, and where clients look for it")
-    parser.add_argument("--descriptor", type=int, help="of a socket that listens already")
+    parser.add_argument("--address", default=ON_MACHINE, help="to listen on; else at the socket in the folder")
+    parser.add_argument("--credentials", type=Path, help="a file with the server's credentials, for an address")
     parser.add_argument("--idle", type=float, default=600.0, help="seconds without lease and client until it ends")
     parser.add_argument("--owner", type=int, help="a process to end with")
     options = parser.parse_args()
@@ -54,7 +59,7 @@ def main() -> int:
     ours, theirs = os.pipe()
     if os.fork() == 0:
         os.close(ours)
-        os._exit(_become_server(folder, options.address, options.descriptor, options.idle, options.owner, theirs))
+        os._exit(_become_server(folder, options, theirs))
     os.close(theirs)
     with open(ours, "rb") as answer:
         text = answer.read()
@@ -62,9 +67,7 @@ def main() -> int:
     return 0 if text.startswith(b"{") else 1
 
 
-def _become_server(
-    folder: Path, address: str, descriptor: int | None, idle_seconds: float, owner: int | None, ready_fd: int
-) -> int:
+def _become_server(folder: Path, options: argparse.Namespace, ready_fd: int) -> int:
     os.setsid()
     os.umask(0o077)  # the token is this user's secret
     os.chdir("/")
@@ -73,7 +76,7 @@ def _become_server(
         os.dup2(nothing, standard)
     os.close(nothing)
     try:
-        handle = None if owner is None else os.pidfd_open(owner)
+        handle = None if options.owner is None else os.pidfd_open(options.owner)
         lock = _lock(folder)
         if isinstance(lock, StoreServerInfo):
             os.write(ready_fd, msgspec.json.encode(lock))
@@ -82,10 +85,12 @@ def _become_server(
         _sync_folder(folder)
         before = read_server_info(folder)
         token = secrets.token_hex(16) if before is None else before.token  # connected clients may continue
-        listener = _listen(address, descriptor, 0 if before is None else before.port)
+        credentials = None if options.credentials is None else Credentials.load(options.credentials)
+        address = options.address
+        listener = _listen(folder, address, credentials, 0 if before is None else before.port)
+        port = 0 if address == ON_MACHINE else listener.getsockname()[1]
         started = process_start_ticks(os.getpid())
         assert started is not None
-        port = listener.getsockname()[1]
         serving = StoreServerInfo(address=address, port=port, pid=os.getpid(), started=started, token=token)
         _write_server_info(folder, serving)
     except Exception as error:
@@ -94,12 +99,12 @@ def _become_server(
     os.write(ready_fd, msgspec.json.encode(serving))
     os.close(ready_fd)
     try:
-        server = StoreServer(
-            listener, records, token, idle_seconds, os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS, handle
-        )
+        door, most = StoreDoor(listener, token, credentials), os.sysconf("SC_OPEN_MAX") - SPARE_DESCRIPTORS
+        server = StoreServer(door, records, options.idle, most, handle)
         server.lock = lock
         server.run()
-        (folder / SERVER_INFO).unlink(missing_ok=True)  # while this process holds the lock
+        for name in (SERVER_INFO, SOCKET):  # while this process holds the lock
+            (folder / name).unlink(missing_ok=True)
         records.close()
     except Exception:
         with suppress(OSError), open(folder / LOG, "a") as log:
@@ -125,10 +130,12 @@ def _lock(folder: Path) -> int | StoreServerInfo:
             time.sleep(0.005)
 
 
-def _listen(address: str, descriptor: int | None, port: int) -> socket.socket:
-    """Listens on the port of the server before, if it is free: clients reconnect at once."""
-    if descriptor is not None:
-        return socket.socket(fileno=descriptor)
+def _listen(folder: Path, address: str, credentials: Credentials | None, port: int) -> socket.socket:
+    """At the socket in the folder, or at an address: on the port of the server before, if it is free."""
+    if address == ON_MACHINE:
+        return unix_sockets.listen(folder / SOCKET, socket.SOCK_STREAM)
+    if credentials is None:
+        raise PermissionError(f"{address} can be reached by strangers, and the store has no credentials")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=128)

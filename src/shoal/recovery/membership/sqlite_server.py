@@ -9,13 +9,11 @@ other client notices. The only clock is the monotonic
 one, and the time of a lease passes only while the server listens: after a pause of the server, or a write to a slow
 disk, the server reads what clients have sent meanwhile before any lease ends.
 
-Imported like sqlite_messages.py: only the standard library, msgspec, transport/decoding.py and the modules beside it.
+Imported like sqlite_messages.py: only the standard library, msgspec, light modules of transport and those beside it.
 """
 
-import hmac
 import os
 import selectors
-import socket
 import sqlite3
 import time
 from collections import Counter
@@ -44,21 +42,30 @@ from shoal.recovery.membership.sqlite_messages import (
     frame,
 )
 from shoal.recovery.membership.sqlite_records import StoreRecords, UnknownLease
+from shoal.recovery.membership.store_door import StoreDoor
+from shoal.recovery.membership.store_rights import refusal
+from shoal.transport.identity import Role
+from shoal.transport.secure_socket import Connection, TlsSocket
 
 FOLDER_LOOK_SECONDS = 2.0  # between two looks whether the run's folder is still there
+RECEIVE_BYTES = 1 << 16
 HELLO_SECONDS = 2.0  # within which a connection has to show the token
 PAUSE_TOLERANCE_SECONDS = 0.1  # a longer time without listening does not count against leases
 
 
 @dataclass(eq=False)
 class StoreConnection:
-    socket: socket.socket
+    socket: Connection
     since: float
-    trusted: bool = False
+    role: Role | None = None  # None: it has not said yet
     received: bytearray = field(default_factory=bytearray)
     unsent: bytes = b""
     waiting: StoreWait | None = None
     wait_until: float = 0.0
+
+    @property
+    def trusted(self) -> bool:
+        return self.role is not None
 
 
 class StoreConnectionBroken(Exception):
@@ -74,24 +81,22 @@ class StoreServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        door: StoreDoor,
         records: StoreRecords,
-        token: str,
         idle_seconds: float,
         max_connections: int,
         owner: int | None = None,
     ) -> None:
         """`owner`: a pidfd; the server ends with that process."""
-        self._listener, self._records = listener, records
-        self._token = token.encode()
+        self._door, self._records = door, records
         self._idle_seconds, self._most = idle_seconds, max_connections
         self._last_needed = time.monotonic()  # when there last was a lease or a client
         self.rejected: Counter[str] = Counter()  # connections closed for what they sent, by the kind of error
         self._stopping = False
         self._connections: set[StoreConnection] = set()
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, None)
+        door.listener.setblocking(False)
+        self._selector.register(door.listener, selectors.EVENT_READ, None)
         self._owner = owner
         if owner is not None:
             self._selector.register(owner, selectors.EVENT_READ, None)
@@ -163,27 +168,19 @@ class StoreServer:
 
     def _accept(self) -> None:
         try:
-            accepted, _ = self._listener.accept()
-        except OSError:
+            accepted = self._door.accept()
+        except OSError:  # none is there any more, or a stranger
             return
         if len(self._connections) >= self._most:
             accepted.close()
             return
-        accepted.setblocking(False)
-        try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a lost host does not keep this one running
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        except OSError:
-            accepted.close()
-            return
         connection = StoreConnection(accepted, time.monotonic())
         self._connections.add(connection)
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        self._selector.register(accepted.fileno(), selectors.EVENT_READ, connection)
 
     def _drop(self, connection: StoreConnection) -> None:
         self._connections.remove(connection)
-        self._selector.unregister(connection.socket)
+        self._selector.unregister(connection.socket.fileno())
         connection.socket.close()
 
     def _handle_events(self, connection: StoreConnection, events: int) -> None:
@@ -205,10 +202,13 @@ class StoreServer:
         self._drop(connection)
 
     def _receive(self, connection: StoreConnection) -> None:
+        stream = connection.socket
         try:
-            more = connection.socket.recv(1 << 16)
+            more = stream.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
+        while isinstance(stream, TlsSocket) and (left := stream.pending()):  # the selector does not report these
+            more += stream.recv(left)
         if not more:
             # A client that stopped waiting: its complete requests count all the same.
             self._handle_requests(connection)
@@ -235,9 +235,16 @@ class StoreServer:
 
     def _handle(self, connection: StoreConnection, request: StoreRequest) -> None:
         if not connection.trusted:
-            if not isinstance(request, StoreHello) or not hmac.compare_digest(request.token.encode(), self._token):
+            if isinstance(request, StoreHello):
+                connection.role = self._door.role(connection.socket, request)
+            if connection.role is None:
                 raise StoreConnectionRejected
-            connection.trusted = True
+        assert connection.role is not None
+        refused = refusal(connection.role, request)
+        if refused:
+            self.rejected["refused"] += 1
+            self._queue_reply(connection, StoreReply(refused=refused))
+            return
         if isinstance(request, StoreWait) and not self._records.changed(request.prefix, request.after):
             connection.waiting, connection.wait_until = request, time.monotonic() + request.seconds
             return
@@ -304,4 +311,4 @@ class StoreServer:
             connection.unsent = connection.unsent[sent:]
         # The server reads no more from a client that does not take its reply.
         wanted = selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ
-        self._selector.modify(connection.socket, wanted, connection)
+        self._selector.modify(connection.socket.fileno(), wanted, connection)

@@ -16,6 +16,8 @@ and only changes of membership wait. <id> is a worker and its incarnation.
     why                          number                 a request for the stacks of all workers; its revision rises
     where/<id>                   WorkerActivity  lease  the answer
     driver                       DriverRecord    lease  the process that watches the run
+
+store_rights.py says which role may write which of them.
 """
 
 from typing import Protocol
@@ -44,6 +46,10 @@ class StoreUnavailable(RunError):
 
 class LeaseEnded(RunError):
     """Nothing was written: the lease of the record has ended."""
+
+
+class StoreRefused(RunError):
+    """Nothing was done: the role of this process does not permit it."""
 
 
 class RunStore(Protocol):
