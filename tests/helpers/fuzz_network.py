@@ -30,10 +30,13 @@ from shoal.recovery.membership.protocol import MemberPosition, MembershipView, W
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.sqlite_server import StoreConnection, StoreServer
 from shoal.recovery.membership.store import StoreEntry, StoreSnapshot
+from shoal.recovery.membership.store_door import StoreDoor
+from shoal.recovery.membership.store_rights import hello
 from shoal.report import events
 from shoal.transport.decoding import decode_json
 from shoal.transport.frame_format import DTYPES, REPLY, REQUEST, BadFrame, Frame, FrameLimits, pack_prefix, packed_body
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport
+from shoal.transport.identity import Role
 
 UNREADABLE = (msgspec.DecodeError,)
 TOKEN = "0123456789abcdef"
@@ -41,7 +44,7 @@ TOKEN = "0123456789abcdef"
 # -- the embedded store -----------------------------------------------------------------------------------------------
 
 STORE_REQUESTS: list[sqlite_messages.StoreRequest] = [
-    sqlite_messages.StoreHello(TOKEN),
+    hello(TOKEN, Role.WORKER),
     sqlite_messages.StoreRead("alive/"),
     sqlite_messages.StoreSwap("view", b"{}", 0, None),
     sqlite_messages.StoreSwap("view", None, 2, None),
@@ -73,14 +76,19 @@ class ServedStore:
         with suppress(BlockingIOError):
             ours.send(data)
         theirs.setblocking(False)
-        connection = StoreConnection(theirs, time.monotonic(), trusted=len(data) % 2 == 0)
+        connection = StoreConnection(theirs, time.monotonic(), role=Role.WORKER if len(data) % 2 == 0 else None)
         server._connections.add(connection)
-        server._selector.register(theirs, 1, connection)
+        server._selector.register(theirs.fileno(), 1, connection)
         try:
             for _ in range(3):
                 server._handle_events(connection, 1)
             server._answer_waiting(time.monotonic() + 2e6)
-            unexpected = server.rejected.keys() - {"DecodeError", "ValidationError", "StoreConnectionRejected"}
+            unexpected = server.rejected.keys() - {
+                "DecodeError",
+                "ValidationError",
+                "StoreConnectionRejected",
+                "refused",
+            }
             assert not unexpected, unexpected
         finally:
             if connection in server._connections:
@@ -92,7 +100,7 @@ class ServedStore:
         if self._server is None or self._cases % 500 == 0:
             listener = socket.socket()
             self.close()
-            self._server = StoreServer(listener, StoreRecords(Path(":memory:"), 0.0), TOKEN, 60.0, 100)
+            self._server = StoreServer(StoreDoor(listener, TOKEN), StoreRecords(Path(":memory:"), 0.0), 60.0, 100)
             self._listener = listener
         return self._server
 

@@ -16,6 +16,10 @@ import pytest
 from shoal.recovery.membership import sqlite_messages as messages
 from shoal.recovery.membership.sqlite_records import StoreRecords
 from shoal.recovery.membership.sqlite_server import HELLO_SECONDS, StoreServer
+from shoal.recovery.membership.store_door import StoreDoor
+from shoal.recovery.membership.store_rights import hello
+from shoal.transport import unix_sockets
+from shoal.transport.identity import Role
 
 TOKEN = "0123456789abcdef"
 NO_UTF8 = bytes.fromhex("82a474797065a548656c6c6fa5746f6b656ea1ff")
@@ -31,7 +35,7 @@ BEFORE_THE_TOKEN = {
     "deep": framed(b"\x81\xa5token" + b"\x91" * 900),
     "long": (1 << 31).to_bytes(4, "big"),
     "another request": framed(pack(messages.StoreStop())),
-    "another token": framed(pack(messages.StoreHello("x"))),
+    "another token": framed(pack(messages.StoreHello("x", Role.WORKER))),
     "a key that is a map": framed(b"\x81\x91\x80\x01"),
     "nothing": framed(b""),
     "http": b"GET / HTTP/1.1\r\n\r\n",
@@ -60,8 +64,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self.listener.getsockname()
+        self.listener = unix_sockets.listen(folder / messages.SOCKET, socket.SOCK_STREAM)
         self.failure: BaseException | None = None
         self._ready = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -70,7 +73,7 @@ class Served:
 
     def _run(self) -> None:
         records = StoreRecords(self.folder / "store.db", time.monotonic())
-        self.server = StoreServer(self.listener, records, TOKEN, 60.0, 100)
+        self.server = StoreServer(StoreDoor(self.listener, TOKEN), records, 60.0, 100)
         self._ready.set()
         try:
             self.server.run()
@@ -80,12 +83,14 @@ class Served:
             records.close()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=10)
+        connection = unix_sockets.connect(self.folder / messages.SOCKET, socket.SOCK_STREAM)
+        connection.settimeout(10)
+        return connection
 
     def known(self) -> tuple[socket.socket, messages.StoreReply]:
         """A connection that has shown the token."""
         connection = self.connect()
-        return connection, self.ask(connection, messages.StoreHello(TOKEN))
+        return connection, self.ask(connection, hello(TOKEN, Role.ADMIN))
 
     def ask(self, connection: socket.socket, request: messages.StoreRequest) -> messages.StoreReply:
         connection.sendall(messages.frame(request))

@@ -19,12 +19,24 @@ import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
 from shoal.errors import InputError, RunError
-from shoal.recovery.membership import sqlite_client, sqlite_messages, sqlite_process, sqlite_records, sqlite_server
+from shoal.recovery.membership import (
+    sqlite_client,
+    sqlite_messages,
+    sqlite_process,
+    sqlite_records,
+    sqlite_server,
+    store_door,
+    store_rights,
+)
 from shoal.recovery.membership.etcd import EtcdStore
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreRefused, StoreUnavailable
+from shoal.recovery.membership.store_access import StoreAccess
+from shoal.recovery.membership.store_rights import hello
 from shoal.testing import ranks
-from shoal.transport import decoding
+from shoal.transport import decoding, identity, secure_socket, unix_sockets
+from shoal.transport.authority import RunAuthority
+from shoal.transport.identity import Role
 
 # -- stores to test against -------------------------------------------------------------------------------------------
 
@@ -229,12 +241,12 @@ class Counter:
 
 
 def test_what_was_answered_survives_kill_minus_nine(folder: Path) -> None:
-    store, port = sqlite_client.connect(folder), sqlite_client.start_server(folder).port
+    store = sqlite_client.connect(folder)
     counter = Counter(store)
     for _ in range(5):
         counter.killed_amid(folder)
         assert not sqlite_client.server_running(folder)
-        assert sqlite_client.start_server(folder).port == port
+        sqlite_client.start_server(folder)
         entry = store.read().entries["count"]
         assert int(entry.value) - counter.number in (0, 1), "the one that had no answer may be there or not"
         counter.number, counter.revision = int(entry.value), entry.revision
@@ -282,34 +294,73 @@ def test_there_is_one_server_however_many_are_started(folder: Path, tmp_path: Pa
     assert os.getsid(found[0].pid) == found[0].pid, "a session of its own: no terminal, and no signal of ours"
 
 
-def test_it_takes_another_port_when_its_own_is_taken(folder: Path) -> None:
-    store = sqlite_client.connect(folder)
-    before = store.put("a", b"")
-    port = kill(folder).port
-    with socket.create_server(("127.0.0.1", port)):
-        again = sqlite_client.start_server(folder)
-        assert again.port != port
-        assert store.read().revision == before
-    store.close()
+AUTHORITY = RunAuthority.new("run")
 
 
-def test_it_serves_on_a_socket_that_listens_already(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = sqlite_client.start_server(tmp_path, listener=listener)
-        assert serving.port == listener.getsockname()[1]
-    dialled = []
+def access(role: Role, authority: RunAuthority = AUTHORITY) -> StoreAccess:
+    return StoreAccess(
+        role=Role.ADMIN, credentials=lambda: authority.issue(role, "0")
+    )  # what it says is not what counts
 
-    def dial(address: str, port: int, seconds: float) -> socket.socket:
-        dialled.append((address, port))
-        return sqlite_client.dial(address, port, seconds)
 
+def test_between_hosts_it_proves_itself_and_so_do_its_clients(tmp_path: Path) -> None:
+    """By TLS: the role is that of the certificate; a stranger, a viewer and a plain client change nothing."""
+    own = tmp_path / "store-credentials.json"
+    AUTHORITY.issue(Role.STORE, "").save(own)
+    serving = sqlite_client.start_server(tmp_path, "127.0.0.1", credentials=own)
+    driver = sqlite_client.connect(tmp_path, access(Role.DRIVER))
     try:
-        store = sqlite_client.connect(tmp_path, dial=dial)
-        store.put("a", b"")
-        store.close()
-        assert dialled == [("127.0.0.1", serving.port)]
+        before = driver.put("view", b"x" * 900_000)
+        worker, viewer = (sqlite_client.connect(tmp_path, access(role)) for role in (Role.WORKER, Role.VIEWER))
+        assert worker.put("alive/0.0", b"", worker.grant(5.0)) > before
+        with pytest.raises(StoreRefused, match="a worker may not write the record driver"):
+            worker.put("driver", b"")
+        with pytest.raises(StoreRefused, match="a worker may not send StoreStop"):
+            worker.end_server()
+        assert len(viewer.read().entries["view"].value) == 900_000
+        with pytest.raises(StoreRefused, match="a viewer may not send StorePut"):
+            viewer.put("request", b"")
+        for stranger, why in (
+            (access(Role.DRIVER, RunAuthority.new("run")), "authority"),
+            (StoreAccess(), "older version of Shoal"),  # at a loopback port: such as they had
+        ):
+            refused = sqlite_client.connect(tmp_path, stranger)
+            with pytest.raises(StoreUnavailable, match=why):
+                refused.read()
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as plain:
+            plain.sendall(sqlite_messages.frame(hello(serving.token, Role.DRIVER)))
+            with suppress(ConnectionResetError):
+                assert len(plain.recv(100)) < 10 and plain.recv(100) == b"", "an alert of TLS at most"
+
+        os.kill(serving.pid, signal.SIGKILL)
+        until(lambda: not sqlite_messages.is_locked(tmp_path))
+        with socket.create_server(("127.0.0.1", serving.port)):
+            again = sqlite_client.start_server(tmp_path, "127.0.0.1", credentials=own)
+        assert again.port != serving.port, "its own was taken"
+        assert len(driver.read("view").entries["view"].value) == 900_000
+        for each in (worker, viewer):
+            each.close()
     finally:
-        sqlite_client.stop_server(tmp_path)
+        driver.close()
+        sqlite_client.stop_server(tmp_path, access(Role.DRIVER))
+    with pytest.raises(RunError, match="can be reached by strangers, and the store has no credentials"):
+        sqlite_client.start_server(tmp_path, "127.0.0.1")
+
+
+def test_roles_on_one_machine(folder: Path) -> None:
+    assert stat.S_IMODE((folder / "store.sock").stat().st_mode) == 0o600
+    worker = sqlite_client.connect(folder, StoreAccess(role=Role.WORKER))
+    assert worker.put("committed", b"1")
+    with pytest.raises(StoreRefused):
+        worker.put("driver", b"")
+    assert worker.read().entries.keys() == {"committed"}, "and the connection goes on"
+    worker.close()
+    # A token of one role does not serve for another.
+    with unix_sockets.connect(folder / "store.sock", socket.SOCK_STREAM) as stranger:
+        token = hello(sqlite_client.start_server(folder).token, Role.VIEWER).token
+        stranger.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(token, Role.DRIVER)))
+        stranger.settimeout(10)
+        assert stranger.recv(100) == b""
 
 
 def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
@@ -349,7 +400,7 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(sqlite_messages.frame(sqlite_messages.StoreHello("0" * 32)), id="wrong token"),
+        pytest.param(sqlite_messages.frame(sqlite_messages.StoreHello("0" * 32, Role.WORKER)), id="wrong token"),
         pytest.param(sqlite_messages.frame(sqlite_messages.StoreRead("")), id="no token"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", id="something else"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF), id="huge"),
@@ -358,10 +409,10 @@ def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:
     ],
 )
 def test_strangers_are_sent_away_and_others_are_served(folder: Path, words: bytes) -> None:
-    serving = sqlite_client.start_server(folder)
     store = sqlite_client.connect(folder)
     store.put("a", b"1")
-    with socket.create_connection((serving.address, serving.port), timeout=10) as stranger:
+    with unix_sockets.connect(folder / "store.sock", socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(10)
         stranger.sendall(words)
         assert values(store) == {"a": b"1"}
         with suppress(ConnectionResetError):
@@ -379,8 +430,9 @@ def test_one_with_the_token_is_sent_away_too(folder: Path) -> None:
         sqlite_messages.frame(sqlite_messages.StoreGrant(-1.0)),
         sqlite_messages.frame(sqlite_messages.StorePut("", b"", None)),
     ):
-        with socket.create_connection((serving.address, serving.port), timeout=10) as client:
-            client.sendall(sqlite_messages.frame(sqlite_messages.StoreHello(serving.token)))
+        with unix_sockets.connect(folder / "store.sock", socket.SOCK_STREAM) as client:
+            client.settimeout(10)
+            client.sendall(sqlite_messages.frame(hello(serving.token, Role.WORKER)))
             assert len(client.recv(100)) > 4
             client.sendall(words)
             with suppress(ConnectionResetError):
@@ -404,12 +456,12 @@ def test_a_client_taken_along_by_a_fork_has_a_connection_of_its_own(folder: Path
 def test_a_store_that_is_away_says_where_since_when_and_what_goes_on(folder: Path) -> None:
     store = sqlite_client.connect(folder)
     store.read()
-    serving = kill(folder)
+    kill(folder)
     for _ in range(2):
         with pytest.raises(StoreUnavailable) as away:
             store.read()
         told = str(away.value)
-        assert f"the store at 127.0.0.1:{serving.port} has been away since " in told
+        assert f"the store at unix:{folder}/store.sock has been away since " in told
         assert "Connection refused" in told
         assert "training goes on; changes of membership wait" in told
     store.close()
@@ -425,7 +477,10 @@ def test_a_store_that_cannot_be_started_says_why(tmp_path: Path) -> None:
 
 
 def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
-    modules = (decoding, sqlite_messages, sqlite_process, sqlite_records, sqlite_server)
+    modules = (
+        *(decoding, identity, secure_socket, unix_sockets),
+        *(sqlite_messages, sqlite_process, sqlite_records, sqlite_server, store_door, store_rights),
+    )
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     clocks = {
         node.attr
@@ -436,6 +491,8 @@ def test_the_server_knows_no_wall_clock_and_nothing_heavy(folder: Path) -> None:
     imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported -= {module.__name__ for module in modules}
+    # Certificates have dates. These two import the standard library, msgspec and shoal.errors.
+    imported -= {"shoal.transport", "shoal.transport.credentials"}
     assert not {"datetime", "shoal", "torch"} & {name.partition(".")[0] for name in imported}
     assert "torch" not in Path(f"/proc/{sqlite_client.start_server(folder).pid}/maps").read_text()
 
@@ -499,8 +556,20 @@ def test_etcd_with_users(etcd_port: int) -> None:
         ask("disable")
 
 
-def test_something_else_is_no_etcd(folder: Path) -> None:
-    store = EtcdStore(f"etcd://{sqlite_client.start_server(folder)}", "run")
-    with pytest.raises(StoreUnavailable):
-        store.read()
-    store.close()
+def test_something_else_is_no_etcd() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(100)
+                        connection.sendall(sqlite_messages.frame(sqlite_messages.StoreReply()))
+
+        answering = pool.submit(answer)
+        store = EtcdStore(f"etcd://127.0.0.1:{listener.getsockname()[1]}", "run")
+        with pytest.raises(StoreUnavailable):
+            store.read()
+        store.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        answering.result()

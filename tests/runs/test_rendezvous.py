@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import Running
+from helpers.command import Running, write_job
+from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.transport.key_value_server import KeyValueServer
+from shoal.transport.peer_process import process_tree
 from shoal.transport.secure_socket import Connection
 
 # Every method of torch's client, at our server and at torch's own two.
@@ -155,3 +158,31 @@ def test_strangers_at_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         done = running.end()
     assert done.code == 0, done.err
     assert "keys ['child']" in Path("run/worker-1.log").read_text()
+
+
+def listening(pids: set[int]) -> list[str]:
+    """Ports on which any of these processes listens."""
+    held = {os.readlink(found) for pid in pids for found in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
+
+
+def test_a_run_on_one_machine_has_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Driver, fork server, store and workers talk through Unix sockets that this user alone can open."""
+    monkeypatch.chdir(tmp_path)
+    loss = "import pathlib, time\nwhile step == 3 and not pathlib.Path('go').exists(): time.sleep(0.02)"
+    job = write_job(tmp_path, loss=loss)
+    with Running("train", job, "--workers", "2", "--run-dir", "run") as running:
+        sockets = [Path("run", name) for name in ("store.sock", "rendezvous-0.sock", "launcher.sock")]
+        until = time.monotonic() + 60
+        while not sockets[1].exists() and time.monotonic() < until and running.process.poll() is None:
+            time.sleep(0.05)
+        serving = read_server_info(Path("run"))
+        assert serving is not None and serving.address == "unix"
+        pids = {*process_tree([running.process.pid]), serving.pid}
+        assert len(pids) >= 5 and listening(pids) == []
+        assert [stat.S_IMODE(path.stat().st_mode) for path in sockets] == [0o600] * 3
+        Path("go").touch()
+        done = running.end()
+    assert done.code == 0, done.err
+    assert not [path for path in Path("run").iterdir() if path.suffix == ".sock"]
