@@ -144,8 +144,8 @@ def test_strangers_at_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         port = int(Path("port").read_text())
         listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
         assert f"0100007F:{port:04X}" in listening, "on loopback alone"
-        told = subprocess.run([sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, check=False)
-        assert told.stdout.strip() == "refused"
+        came = subprocess.run([sys.executable, "-c", STRANGER, str(port)], capture_output=True, text=True, check=False)
+        assert came.stdout.strip() == "refused"
         for sent in (os.urandom(24), b"\x01" + b"\xff" * 8, bytes(1 << 20)):
             with closing(socket.create_connection(("127.0.0.1", port))) as stranger:
                 stranger.settimeout(20)
@@ -158,6 +158,9 @@ def test_strangers_at_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         done = running.end()
     assert done.code == 0, done.err
     assert "keys ['child']" in Path("run/worker-1.log").read_text()
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    told = [event["text"] for event in events if event["event"] == "training-note"]
+    assert 1 <= len(told) <= 5 and "is none of the run's" in told[0], "who was refused is in the record, a few times"
 
 
 def listening(pids: set[int]) -> list[str]:

@@ -39,6 +39,7 @@ from shoal.report.events import (
     EventsDropped,
     MembershipChanged,
     RunResumed,
+    TrainingNote,
     WorkerPrinted,
     decode,
 )
@@ -207,6 +208,8 @@ class RunDriver:
             for paused in self.pauses.tick(self.processes.watched_pids()):
                 recorder.emit(paused)
             self.scripts.tick()
+            for text in self.processes.refusals():
+                recorder.emit(TrainingNote(text=text))
             recorder.record_prediction()
             recorder.progress.tick(recorder.tally)
             self._report_stopping()

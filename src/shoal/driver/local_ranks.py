@@ -3,26 +3,34 @@
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.group import DistributedGroup, WorkerGroup
+from shoal.collectives.rendezvous_store import RendezvousStore
 from shoal.driver.launchers.fork_server import PR_SET_PDEATHSIG
 from shoal.driver.launchers.namespaces import LabHost, call_on, enter
 from shoal.errors import InputError, PeerLost, WorkerError
 from shoal.numerics.digest import tensor_bytes
+from shoal.transport import unix_sockets
+from shoal.transport.credentials import Credentials, credentials_from_environment, self_issued
+from shoal.transport.identity import Role
+from shoal.transport.key_value_server import KeyValueServer, own_user, with_role
+from shoal.transport.secret_files import read_shared_secret
 
 GRACE_SECONDS = 10.0  # after a first failure: how long the other ranks may still answer
 _TENSOR = 1  # code of a tensor in a message
@@ -58,13 +66,10 @@ def ranks(
     if places is not None and len(places) != size:
         raise InputError(f"{size} ranks, but {len(places)} places")
     first = None if places is None else places[0]
-    address = "127.0.0.1" if first is None else first.address
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else a child writes the buffered text a second time
-    # Only the lab reaches a lab's host, so the store may listen on every address there.
-    own = "127.0.0.1" if first is None else "0.0.0.0"
-    listener = call_on(first, lambda: socket.create_server((own, 0), backlog=max(128, size)))
-    port = listener.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="shoal-ranks-"))
+    listener, address = _listen(first, folder)
     children: dict[int, int] = {}  # rank -> process id
     pipes: dict[int, int] = {}  # rank -> the read end of its answer
     try:
@@ -76,26 +81,39 @@ def ranks(
                     os.close(pipe)
                 listener.close()
                 place = None if places is None else places[rank]
-                _run_rank(rank, size, address, port, theirs, function, timeout, place)
+                _run_rank(rank, size, address, theirs, function, timeout, place)
             os.close(theirs)
             children[rank] = pid
-        # Only now: the store has a thread, which a fork would not copy. Earlier ranks wait in the backlog.
-        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-        store = call_on(first, lambda: TCPStore("127.0.0.1", port, is_master=True, **options))
+        # Only now: the server has a thread, which a fork would not copy. Earlier ranks wait in the backlog.
+        server = KeyValueServer(listener, own_user if first is None else with_role(_credentials(first), (Role.WORKER,)))
         try:
             found = _collect(pipes, timeout)
         finally:
-            del store
+            server.close()
     finally:
         listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
         for pipe in pipes.values():
             os.close(pipe)
         codes = {rank: _end(pid) for rank, pid in children.items()}
     return _results(size, found, codes, timeout)
 
 
+def _listen(first: LabHost | None, folder: Path) -> tuple[socket.socket, str]:
+    """Where the ranks meet: a Unix socket, or a port of the first host, where they prove themselves."""
+    if first is None:
+        path = folder / "ranks.sock"
+        return unix_sockets.listen(path, socket.SOCK_STREAM), f"unix:{path}"
+    listener = call_on(first, lambda: socket.create_server((first.address, 0), backlog=128))
+    return listener, f"tcp://{first.address}:{listener.getsockname()[1]}"
+
+
+def _credentials(host: LabHost) -> Credentials:
+    return self_issued(read_shared_secret(Path(host.secret)), Role.WORKER, f"ranks.{os.getpid()}")
+
+
 def _run_rank(
-    rank: int, size: int, address: str, port: int, answer: int, work: RankCall, timeout: float, place: LabHost | None
+    rank: int, size: int, address: str, answer: int, work: RankCall, timeout: float, place: LabHost | None
 ) -> NoReturn:
     code = 1
     try:
@@ -106,7 +124,8 @@ def _run_rank(
             if place is not None:
                 enter(place)
                 os.environ.update(place.variables)
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+            credentials = None if place is None else credentials_from_environment()
+            store = RendezvousStore(address, timedelta(seconds=timeout), credentials)
             group = DistributedGroup(store, rank=rank, size=size, timeout=timedelta(seconds=timeout))
             value = work(group)
             message = _encode(_RankReply(value=value))

@@ -54,6 +54,10 @@ class RunProcesses:
         """Whether workers have begun to find each other there."""
         return self._rendezvous.used()
 
+    def refusals(self) -> list[str]:
+        """Sentences about strangers at that store."""
+        return self._rendezvous.refusals()
+
     def _own_credentials(self) -> Credentials | None:
         if self.keys is None:
             return None

@@ -8,6 +8,7 @@ processes of any script, find each other.
 """
 
 import socket
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from shoal.transport.secure_socket import Connection
 from shoal.worker.rendezvous import RENDEZVOUS_VARIABLE
 
 SOCKET = "rendezvous.sock"
+MOST_NOTES = 5  # on strangers
+QUIET_SECONDS = 5.0  # between two of them
 
 
 class RunRendezvous:
@@ -30,6 +33,7 @@ class RunRendezvous:
         starts."""
         self._folder, self._services, self._for_script, self._alone = folder, services, for_script, alone
         self._server: KeyValueServer | None = None
+        self._noted, self._notes, self._quiet_until = 0, 0, 0.0  # refusals that were reported
         self.address = ""  # of the server, for clients of ours
         self.port = 0  # of torch's variables; 0: there is none
 
@@ -79,10 +83,15 @@ class RunRendezvous:
         """Whether workers have begun to find each other there."""
         return self._server is not None and self._server.num_keys() > 0
 
-    @property
-    def refused(self) -> tuple[int, str]:
-        """How many strangers have connected, and what was wrong with the last."""
-        return (0, "") if self._server is None else (self._server.refused, self._server.last_refusal)
+    def refusals(self) -> list[str]:
+        """Sentences about strangers that have come since the last call: a few in a run, and one in a few seconds."""
+        server, now = self._server, time.monotonic()
+        if server is None or server.refused == self._noted or self._notes >= MOST_NOTES or now < self._quiet_until:
+            return []
+        count, self._noted = server.refused - self._noted, server.refused
+        self._notes, self._quiet_until = self._notes + 1, now + QUIET_SECONDS
+        times = "a connection" if count == 1 else f"{count} connections"
+        return [f"refused {times} to the store where workers find each other: {server.last_refusal}"]
 
 
 def _free_port() -> int:
