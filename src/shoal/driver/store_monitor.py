@@ -30,7 +30,8 @@ from shoal.report.stacks import WorkerActivity
 from shoal.transport.addresses import is_loopback
 from shoal.transport.credentials import Credentials
 from shoal.transport.identity import Role
-from shoal.transport.key_folder import KEYS, KeyFolder
+from shoal.transport.key_folder import KeyFolder
+from shoal.transport.secret_files import KEYS
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0

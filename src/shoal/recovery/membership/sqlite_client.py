@@ -56,7 +56,7 @@ def start_server(
     if owner is not None:
         command += ["--owner", f"{owner}"]
     if credentials is not None:
-        command += ["--credentials", str(credentials)]
+        command += ["--credentials", str(credentials.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     try:
         return decode_json(done.stdout, StoreServerInfo)

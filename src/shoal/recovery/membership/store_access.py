@@ -12,7 +12,8 @@ from shoal.transport import unix_sockets
 from shoal.transport.addresses import is_loopback
 from shoal.transport.credentials import CREDENTIALS_VARIABLE, Credentials, credentials_from_environment, tls_error_text
 from shoal.transport.identity import Role
-from shoal.transport.key_folder import KEYS, KeyFolder
+from shoal.transport.key_folder import KeyFolder
+from shoal.transport.secret_files import KEYS
 
 Dial = Callable[[str, int, float], socket.socket]  # address, port, seconds
 
