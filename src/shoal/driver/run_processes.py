@@ -95,7 +95,7 @@ class RunProcesses:
             self.keys.credentials(Role.STORE)
 
     def _role_and_name(self, process: WorkerId) -> tuple[Role, str]:
-        if process.worker < self.launch.size:
+        if process.worker < self.launch.size or not self.launch.servers:  # workers that came later have further ranks
             return Role.WORKER, f"{process.worker}.{process.incarnation}"
         return Role.SERVER, f"{process.worker - self.launch.size}.{process.incarnation}"
 

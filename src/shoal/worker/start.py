@@ -58,9 +58,14 @@ class WorkerProgram:
             context.channel.close()
         return code[0]
 
+    def _shard(self, rank: int) -> int | None:
+        """Of a server; None: a worker. Without servers, later workers have further ranks."""
+        return rank - self.context.size if self.serve_shard is not None and rank >= self.context.size else None
+
     def _log_process(self, rank: int) -> None:
         """The first line of a process in its log: which process it is."""
-        name = f"worker {rank}" if rank < self.context.size else f"server {rank - self.context.size}"
+        shard = self._shard(rank)
+        name = f"worker {rank}" if shard is None else f"server {shard}"
         host = os.environ.get("SHOAL_HOST") or os.uname().nodename
         text = f"{PROCESS_LINE}{os.getpid()} is {name} on {host}, since {time.strftime('%H:%M:%S')}"
         print(text, file=sys.stderr, flush=True)
@@ -68,7 +73,7 @@ class WorkerProgram:
     def _context(self, startup: WorkerStartup) -> WorkerContext:
         failure, folder = self.context.config.failure, self.run.path
         name = f"{startup.rank}.{startup.incarnation}"
-        access = member_access(Role.WORKER if startup.rank < self.context.size else Role.SERVER)
+        access = member_access(Role.WORKER if self._shard(startup.rank) is None else Role.SERVER)
 
         def open_run_store() -> RunStore:
             return open_store(failure.store, folder, self.run.id, access)
