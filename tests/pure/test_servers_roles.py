@@ -31,6 +31,7 @@ from shoal.paramserver.messages import (
 from shoal.paramserver.permissions import MAY_SEND, ForbiddenRequest, permitted, role_of_token, role_token, token_of
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
+from shoal.transport import unix_sockets
 from shoal.transport.authority import RunAuthority
 from shoal.transport.credentials import Credentials, self_issued
 from shoal.transport.identity import Role
@@ -165,6 +166,16 @@ def test_roles_by_certificate() -> None:
             assert torch.equal(table.pull().wait()["w"], large["w"])
         assert "another run" in disbelieved(here, RunAuthority.new("7f3a").issue(Role.WORKER, "0.0"))
         assert "does not speak TLS" in server_reasons(server, here)
+
+
+def test_another_users_process_is_sent_away_unheard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the socket's mode not keep it out: the kernel says whose process it is."""
+    stranger = unix_sockets.PeerCredentials(pid=4242, user=65534, group=65534)
+    monkeypatch.setattr(unix_sockets, "peer_credentials", lambda connection: stranger)
+    with serving(f"unix:{tmp_path / 's'}") as server:
+        with pytest.raises(ServerUnreachable, match="closed"):
+            ParameterClient(server.addresses, timeout=0.2)
+        assert "process 4242 of user 65534" in server.close_reasons[0] and not server.dispatcher.connections
 
 
 def test_who_has_the_shared_secret_may_do_all() -> None:

@@ -60,6 +60,7 @@ def test_a_run_on_two_hosts_leaves_its_secrets_in_keys_alone(call: Caller, monke
     keys = KeyFolder(Path("run/keys"), "run")
     processes = [each.process for each in keys.issued()]
     assert {"driver", "store", "worker-0.0", "worker-1.0", "server-0.0"} <= set(processes)
+    assert "server-0.0" in call.good("keys", "show", "run").out
     environment = Path("environment-0.txt").read_text()
     assert "run/keys/worker-0.0.json" in environment
     assert "'SHOAL_SERVERS_TOKEN': 'worker:" in environment, "the servers' own token is the servers'"

@@ -27,6 +27,7 @@ from shoal.transport.frame_format import BadFrame, FrameLimits
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport
 from shoal.transport.secure_socket import secure
 from shoal.transport.shm_ring import RING_BYTES
+from shoal.transport.unix_sockets import check_peer
 
 POLL_SECONDS = 0.1  # longest wait for an event
 HELLO_SECONDS = 10.0  # a connection without a hello is closed after this
@@ -149,8 +150,13 @@ class ParameterServer:
         own = self.credentials if accepted.family != socket.AF_UNIX else None
         secured = secure(accepted, own, server_side=True, roles=MAY_SEND[HelloRequest])
         try:
+            if accepted.family == socket.AF_UNIX:
+                check_peer(accepted)
             connection = ClientConnection(SocketTransport(secured, copies=True), name)
-        except OSError:  # it is gone already
+        except OSError as error:  # it is gone already, or another user's
+            if isinstance(error, PermissionError):
+                self.close_counts["stranger"] += 1
+                self.close_reasons.append(f"{name}: {error}")
             secured.close()
             return
         connection.descriptor = secured.fileno()
