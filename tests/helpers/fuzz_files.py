@@ -12,7 +12,7 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from helpers.fuzzing import FuzzTarget, plain
+from helpers.fuzzing import CORPUS, FuzzTarget, changed_tree, json_bytes, plain
 from shoal.cli.report import show_report
 from shoal.cli.simulate import _stored_setup
 from shoal.collectives.compression.parse import parse_compression
@@ -44,13 +44,6 @@ from shoal.report.run_folder import RunFolder, _run_line
 from shoal.transport.addresses import read_address
 
 STORE_INFO = sqlite_messages.StoreServerInfo(address="127.0.0.1", port=80, pid=7, started=9, token="x")
-REPORT: dict[str, Any] = {
-    "run": "a1b2", "job": "digits", "command": "train", "outcome": "done", "workers": 2, "lanes": 4, "batch": 64,
-    "layout": "data=2", "steps": 10, "epochs": 1, "seconds": 3.5, "samples": 640, "samples_per_second": 180.0,
-    "final_loss": 0.5, "metrics": {"accuracy": 0.9}, "exact": True, "weights_sha256": "ab" * 32, "ended": 1.7e9,
-    "losses_by_time": [[0.1, 1, 2.0]], "servers": {"servers": 2, "sync_mode": "async", "staleness": {"mean": 1.0}},
-    "target": {"text": "accuracy>=0.9", "reached": True, "seconds": 2.0}, "committed": {"steps": 10}, "started": 1.7e9,
-}  # fmt: skip
 CLUSTER = """[devices.a]
 peak = { bf16 = "312 TFLOP/s", fp32 = "19.5 TFLOP/s" }
 memory = "80 GB"
@@ -206,11 +199,12 @@ def targets(folder: Path) -> tuple[list[FuzzTarget], FileParsers]:
                    bad_input, "json"),
         FuzzTarget("schedule", files.file("faults.json", read_schedule), tree(schedule), bad_input, "json"),
         FuzzTarget("calibration", files.file("c.json", read_calibration), tree(Calibration()), bad_input, "json"),
-        FuzzTarget("config", files.in_run("config.json", RunFolder.check_format), tree({"format": 2, "job": "a"}),
+        FuzzTarget("config", files.in_run("config.json", RunFolder.check_format), tree(_stored("config/digits.json")),
                    bad_input, "json"),
         FuzzTarget("driver_state", files.in_run(DRIVER_STATE, read_driver_state), tree(_driver_state()), bad_input,
                    "json"),
-        FuzzTarget("report", files.in_run("report.json", read_report), tree(REPORT), (), "json", cost=40),
+        FuzzTarget("report", files.in_run("report.json", read_report), tree(_stored("report/digits.json")), (),
+                   "json", cost=40),
         FuzzTarget("events_file", files.in_run("events.jsonl", read_lines_of_events), _event_lines, (), cost=4),
         FuzzTarget("manifest", files.file(MANIFEST, lambda path: read_manifest(path.parent)), tree(manifest),
                    (CheckpointError,), "json", seal=_sealed_manifest),
@@ -243,9 +237,13 @@ def _example(field: Any) -> Any:
 
 
 def _event_lines(chance: random.Random) -> bytes:
-    from helpers.fuzz_network import EVENTS
+    lines = (CORPUS / "events_file" / "digits.jsonl").read_bytes().splitlines()
+    changed = [changed_tree(chance, msgspec.json.decode(chance.choice(lines))) for _ in range(chance.randrange(4))]
+    return b"\n".join([*lines[: chance.randrange(len(lines))], *map(json_bytes, changed)])
 
-    return b"\n".join(msgspec.json.encode(chance.choice(EVENTS)) for _ in range(chance.randrange(6)))
+
+def _stored(name: str) -> Any:
+    return msgspec.json.decode((CORPUS / name).read_bytes())
 
 
 def _sealed_manifest(data: bytes) -> bytes:
