@@ -91,7 +91,7 @@ FLAGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "setting": (parse_setting, ("steps=50", "clip_norm=0.5", "compile=true")),
     "store_address": (parse_address, ("etcd://user:pass@one:2379,[::1]:2/prefix",)),
     "links": (parse_links, ('{"host": [1e-5, 1e9]}',)),
-    "address": (read_address, ("tcp://127.0.0.1:80", "unix:/tmp/x", "tcp://[::1]:0")),
+    "address": (read_address, ("tcp://127.0.0.1:80", "unix:/run/x", "tcp://[::1]:0")),
 }
 
 

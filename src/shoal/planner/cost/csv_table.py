@@ -136,10 +136,13 @@ def read_lines(path: Path | str) -> list[tuple[int, dict[str, str]]]:
         columns = ",".join((*SIZES, "tp", "pp", "dp"))
         raise InputError(f"table {path} is empty", fix=f"a line of column names: {columns},…")
     reader = csv.reader(line for _, line in lines)
-    names = [name.strip() for name in next(reader)]
+    try:
+        rows = [(lines[reader.line_num - 1][0], values) for values in reader]
+    except csv.Error as error:  # a field that is longer than a file's
+        raise InputError(f"{path}, line {lines[reader.line_num - 1][0]}: {error}") from None
+    names = [name.strip() for name in rows[0][1]]
     found = []
-    for values in reader:
-        number = lines[reader.line_num - 1][0]
+    for number, values in rows[1:]:
         if len(values) != len(names):
             raise InputError(f"{path}, line {number}: {len(values)} values for {len(names)} columns")
         found.append((number, dict(zip(names, values, strict=True))))
