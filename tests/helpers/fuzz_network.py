@@ -37,6 +37,8 @@ from shoal.transport.decoding import decode_json
 from shoal.transport.frame_format import DTYPES, REPLY, REQUEST, BadFrame, Frame, FrameLimits, pack_prefix, packed_body
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport
 from shoal.transport.identity import Role
+from shoal.transport.key_value_records import KeyValueRecords
+from shoal.transport.key_value_wire import MAGIC, KeyValueParser, KeyValueQuery, KeyValueRequest, encode_request
 
 UNREADABLE = (msgspec.DecodeError,)
 TOKEN = "0123456789abcdef"
@@ -151,6 +153,26 @@ class EtcdReplies(etcd.EtcdStore):
             etcd._decode_failure(data)
         with suppress(OSError, *UNREADABLE):
             etcd._decode_chunk(data)
+
+
+def key_value_messages(chance: random.Random) -> bytes:
+    found = []
+    for _ in range(chance.randrange(1, 5)):
+        query, key, value = chance.choice(list(KeyValueQuery)), chance.choice((b"a", b"b", b"")), chance.randbytes(3)
+        number = MAGIC if query is KeyValueQuery.VALIDATE else chance.choice((0, 1, 7))
+        values = (value, b"7") if query is KeyValueQuery.COMPARE_SET else (value,)
+        found.append(encode_request(KeyValueRequest(query, (key,), values, number)))
+    return b"".join(found)
+
+
+def answer_key_values(data: bytes) -> None:
+    """In two portions, with little room: as one client of a rendezvous."""
+    parser, records = KeyValueParser(1 << 16), KeyValueRecords(1 << 16)
+    for portion in (data[: len(data) // 2], data[len(data) // 2 :]):
+        for request in parser.feed(portion):
+            if request.query not in (KeyValueQuery.WAIT, KeyValueQuery.VALIDATE, KeyValueQuery.CANCEL_WAIT):
+                records.answer(request)
+            assert records.num_bytes <= 1 << 16
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------
@@ -378,6 +400,7 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("store_reply", sqlite_messages.decode_reply, one_of(STORE_REPLIES), UNREADABLE, "msgpack"),
         FuzzTarget("store_records", as_store_records, one_of(STORE_RECORDS), (), "json", cost=2),
         FuzzTarget("etcd_reply", replies.feed, one_of(ETCD_REPLIES), (), "json"),
+        FuzzTarget("key_value", answer_key_values, key_value_messages, (ValueError,)),
         FuzzTarget("frame", receive_frames, frame_bytes, (BadFrame, ConnectionLost), cost=4, seal=resealed_frame),
         FuzzTarget("server_request", shard.feed, one_of(SERVER_REQUESTS), (BadFrame,), "msgpack", cost=4),
         FuzzTarget("server_reply", messages.decode_reply, one_of(SERVER_REPLIES), UNREADABLE, "msgpack"),
