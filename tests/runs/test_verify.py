@@ -16,6 +16,7 @@ from helpers.command import HASH, Caller, write_job
 from helpers.job_files import LOOP
 from shoal.driver.verify_plain import PLAIN_TOLERANCE, against_plain
 from shoal.parallel import local_step
+from shoal.transport.owned_folder import KEEP
 
 
 def test_equal_placements_have_one_hash(call: Caller, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_job_that_fails_is_not_called_equal(call: Caller, tmp_path: Path, monk
     assert f"kept: {Path(log).parent}" in result.err
     (kept,) = tmp_path.glob("shoal-verify.*")
     assert Path(log).is_relative_to(kept)
-    assert [path.name for path in kept.iterdir()] == ["reference"]
+    assert {path.name for path in kept.iterdir()} == {"reference", KEEP}
     assert not (kept / "reference" / "checkpoints").exists()
 
 
