@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from helpers.fuzz_key_values import key_value_stream, take_key_values
 from helpers.fuzzing import FuzzTarget, changed_tree, msgpack_bytes, plain, resealed_frame
 from shoal.collectives import liveness
 from shoal.collectives.compression.parse import parse_compressor
@@ -411,5 +412,6 @@ def targets() -> list[FuzzTarget]:
         ),
         FuzzTarget("event", events.decode, one_of(EVENTS), UNREADABLE, "json"),
         FuzzTarget("greeting", parse_greeting, lambda chance: b"%d.%d" % (chance.randrange(9), 3), (ValueError,)),
+        FuzzTarget("key_values", take_key_values, key_value_stream, (ValueError,)),
         FuzzTarget("compressed", decompress, payload, (MismatchError, RuntimeError, IndexError), cost=4),
     ]

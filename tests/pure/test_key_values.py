@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, QueueEmptyError
 
+from helpers.fuzz_key_values import some_requests
 from shoal.collectives.rendezvous_store import RendezvousStore
 from shoal.errors import InputError
 from shoal.transport import key_value_server, loopback_relay, peer_process, unix_sockets
@@ -28,22 +29,6 @@ Q = KeyValueQuery
 SECOND = timedelta(seconds=1)
 LATER = timedelta(seconds=20)
 HELLO = encode_request(KeyValueRequest(Q.VALIDATE, number=MAGIC))
-
-
-def some_requests(dice: random.Random) -> list[KeyValueRequest]:
-    def text() -> bytes:
-        return dice.randbytes(dice.choice((0, 1, 7, 300)))
-
-    found = []
-    for query in Q:
-        count = dice.randrange(5) if query in (Q.CHECK, Q.WAIT, Q.MULTI_GET, Q.MULTI_SET) else 1
-        count = 0 if query in (Q.VALIDATE, Q.PING, Q.GETNUMKEYS, Q.LIST_KEYS, Q.CANCEL_WAIT) else count
-        values = {Q.SET: 1, Q.APPEND: 1, Q.QUEUE_PUSH: 1, Q.MULTI_SET: count, Q.COMPARE_SET: 2}.get(query, 0)
-        number = dice.randrange(1 << 32) if query in (Q.VALIDATE, Q.PING, Q.ADD, Q.BARRIER) else 0
-        keys = tuple(text() for _ in range(count))
-        found.append(KeyValueRequest(query, keys, tuple(text() for _ in range(values)), number))
-    dice.shuffle(found)
-    return found
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -75,22 +60,6 @@ def test_what_is_no_message() -> None:
             KeyValueParser().feed(wrong)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         KeyValueParser(100).feed(encode_request(KeyValueRequest(Q.MULTI_GET, (b"k" * 60, b"j" * 60))))
-
-
-def test_any_bytes_end_in_a_message_or_an_error() -> None:
-    """Thousands of damaged streams: a ValueError at most, and no more memory than bytes that came."""
-    dice = random.Random(3)
-    for _ in range(3000):
-        stream = bytearray(b"".join(map(encode_request, some_requests(dice)[:3])))
-        for _ in range(dice.randrange(4)):
-            stream[dice.randrange(len(stream))] = dice.randrange(256)
-        parser, records = KeyValueParser(), KeyValueRecords(1 << 16)
-        try:
-            for request in parser.feed(bytes(stream)):
-                records.answer(request)
-        except ValueError:
-            continue
-        assert len(parser._buffer) <= len(stream) and records.num_bytes <= 1 << 16
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
