@@ -256,7 +256,7 @@ def other_leaf(chance: random.Random, value: Any) -> Any:
     if isinstance(value, bytes) and way < 0.6:
         return changed_bytes(chance, value)
     if way < 0.63:
-        return nested(chance.choice((3, 30, 300, 3000)), chance.random() < 0.5)
+        return nested(chance.choice((3, 30, 60)), chance.random() < 0.5)  # deeper ones as bytes: encoders recurse
     kinds: tuple[Sequence[Any], ...] = (
         INTEGERS, FLOATS, TEXTS, BLOBS, (None, True, False), ([], {}, [[]], {"": None}),
         ([value], [value, value], {"a": value}),
@@ -266,7 +266,7 @@ def other_leaf(chance: random.Random, value: Any) -> Any:
 
 def nested(depth: int, in_maps: bool) -> Any:
     value: Any = []
-    for _ in range(min(depth, 300)):  # deeper ones as bytes: encoders recurse, too
+    for _ in range(depth):
         value = {"a": value} if in_maps else [value]
     return value
 
