@@ -13,7 +13,7 @@ from helpers.fuzzing import FuzzTarget, run_cases
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))  # of a cheap parser; `make fuzz` sets more, for all
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 FILES = ("store_json", "plan", "stored_setup", "schedule", "calibration", "config", "driver_state", "report",
-         "events_file", "manifest", "signature", "credentials", "safetensors",
+         "events_file", "manifest", "safetensors",
          "snapshot", "cluster", "csv")  # fmt: skip
 
 

@@ -36,20 +36,14 @@ from shoal.planner.simulate.stragglers import StragglerModel
 from shoal.recovery.checkpoint.export import load_weights
 from shoal.recovery.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shoal.recovery.checkpoint.safetensors_file import SafetensorsFile
-from shoal.recovery.checkpoint.signature import SIGNATURE, ManifestSigner
 from shoal.recovery.membership import sqlite_messages
 from shoal.recovery.membership.etcd import parse_address
 from shoal.report.compare_runs import read_compared_run
 from shoal.report.human import parse_size
 from shoal.report.run_folder import RunFolder, _run_line
 from shoal.transport.addresses import read_address
-from shoal.transport.credentials import Credentials
 
 STORE_INFO = sqlite_messages.StoreServerInfo(address="127.0.0.1", port=80, pid=7, started=9, token="x")
-CREDENTIALS = {
-    "authority": "pem", "certificate": "pem", "key": "pem", "run": "a1b2", "role": "worker", "name": "worker-0",
-    "serial": 7, "valid_from": 1.0, "valid_until": 2.0, "revoked": [3],
-}  # fmt: skip
 CLUSTER = """[devices.a]
 peak = { bf16 = "312 TFLOP/s", fp32 = "19.5 TFLOP/s" }
 memory = "80 GB"
@@ -214,9 +208,6 @@ def targets(folder: Path) -> tuple[list[FuzzTarget], FileParsers]:
         FuzzTarget("events_file", files.in_run("events.jsonl", read_lines_of_events), _event_lines, (), cost=4),
         FuzzTarget("manifest", files.file(MANIFEST, lambda path: read_manifest(path.parent)), tree(manifest),
                    (CheckpointError,), "json", seal=_sealed_manifest),
-        FuzzTarget("signature", files.file(SIGNATURE, _check_signature), tree({"key": "ab", "hmac_sha256": "cd" * 32}),
-                   (CheckpointError,), "json"),
-        FuzzTarget("credentials", files.file("c.json", _load_credentials), tree(CREDENTIALS), bad_input, "json"),
         FuzzTarget("safetensors", files.file("w.safetensors", read_tensors), tensors_file, (CheckpointError,), cost=4),
         FuzzTarget("snapshot", files.read_snapshot, lambda chance: files.snapshot_manifest(), (CheckpointError,),
                    "json", cost=4),
@@ -243,17 +234,6 @@ def _driver_state() -> Any:
 
 def _example(field: Any) -> Any:
     return {int: 2, str: "data=2", float: 1.0, bool: True}.get(field.type, [])
-
-
-def _check_signature(path: Path) -> None:
-    signer = ManifestSigner(path.parent)
-    signer._key = b"k" * 32
-    signer.check(path.parent, b"manifest")
-
-
-def _load_credentials(path: Path) -> None:
-    path.chmod(0o600)
-    Credentials.load(path)
 
 
 def _event_lines(chance: random.Random) -> bytes:
