@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.options import CommOptions
 from shoal.errors import InputError, PeerLost
+from shoal.transport.decoding import decode_json
 
 POLL_SECONDS = 0.005  # between two checks for the other members and for a reason to stop waiting
 _abort_reason: ContextVar[Callable[[], str] | None] = ContextVar("abort_reason", default=None)
@@ -109,7 +110,7 @@ def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, time
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
             waited = f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
             raise PeerLost(f"{waited} for {ranks} to join the group") from None
-        return [bytes(found).decode() for found in store.multi_get(keys)]
+        return [bytes(found).decode(errors="replace") for found in store.multi_get(keys)]
     except PeerLost:
         raise
     except RuntimeError as error:
@@ -134,11 +135,22 @@ def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:
 def exchange_members(store: Store, own: GroupMember, size: int, timeout: timedelta) -> list[GroupMember]:
     """Returns all members. Raises on all ranks if one member cannot join, with its error."""
     notes = exchange_notes(store, own.rank, size, "member", msgspec.json.encode(own).decode(), timeout)
-    members = [msgspec.json.decode(note, type=GroupMember) for note in notes]
+    members = [_read_member(note, rank, own) for rank, note in enumerate(notes)]
     for member in members:
         if member.error and not own.error:
             raise InputError(f"{member} cannot join the group: {member.error}")
     return members
+
+
+def _read_member(note: str, rank: int, own: GroupMember) -> GroupMember:
+    try:
+        found = decode_json(note.encode(), GroupMember)
+        bytes.fromhex(found.token)
+        if found.rank == rank:
+            return found
+    except (msgspec.DecodeError, ValueError):
+        pass
+    raise PeerLost(f"{own} found a note of rank {rank} in the group's store that no rank writes: a stranger's, perhaps")
 
 
 def relayed_error(member: GroupMember, text: str) -> str:

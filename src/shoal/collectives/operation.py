@@ -63,7 +63,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_record(record: bytes) -> CollectiveOp:
+    """What another rank says it does; "unknown" where its bytes are no record."""
+    try:
+        return _read_record(record)
+    except (struct.error, IndexError):
+        return CollectiveOp("unknown")
+
+
+def _read_record(record: bytes) -> CollectiveOp:
     name, reduction, dtype, peer, count, dimensions, *shape = _LAYOUT.unpack(record)
+    if min(name, reduction, dtype) < 0:
+        raise IndexError
     return CollectiveOp(
         name=NAMES[name],
         reduction=_REDUCTIONS[reduction],

@@ -1,6 +1,7 @@
 """Addresses of servers: `unix:PATH` on one host, `tcp://HOST:PORT` between hosts."""
 
 import errno
+import ipaddress
 import os
 import socket
 import sys
@@ -25,7 +26,11 @@ def read_address(text: str) -> tuple[str, Any]:
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """A name other than localhost may be anywhere, also if it begins as an address does."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen(text: str, credentials: Credentials | None) -> tuple[socket.socket, str]:

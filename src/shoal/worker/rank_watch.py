@@ -19,6 +19,7 @@ from shoal.recovery.membership.process import STOPPED_STATES, process_state, sta
 from shoal.report.events import ProcessPaused
 from shoal.report.pause_watch import PauseWatch
 from shoal.report.wording import paused_text
+from shoal.transport.decoding import decode_json
 
 TICK_SECONDS = 0.5
 
@@ -77,7 +78,7 @@ class RankWatch:
     def _learn(self) -> None:
         for rank in range(self._size):
             if rank not in self._known and self._store.check([self._key(rank)]):
-                self._known[rank] = msgspec.json.decode(self._store.get(self._key(rank)), type=RankProcess)
+                self._known[rank] = decode_json(self._store.get(self._key(rank)), RankProcess)
 
     def _state(self, pid: int) -> str | None:
         found = next((each for each in self._known.values() if each.pid == pid), None)
