@@ -70,7 +70,8 @@ class WorkerError(RunError): ...
 class CollectiveError(RunError, RuntimeError): ...  # torch's own collectives raise RuntimeError
 
 
-class PeerLost(CollectiveError): ...
+class PeerLost(CollectiveError):
+    missing: tuple[int, ...] = ()  # ranks that had not come when a group was given up, as its first rank knows it
 
 
 class NonFiniteError(RunError): ...

@@ -110,6 +110,14 @@ def test_a_stopped_fork_server_is_named_and_ends_with_its_driver(faults: Faults)
     assert not Path(f"/proc/{paused['pid']}").exists()
 
 
+def test_a_fork_server_that_stays_stopped_holds_up_no_run_that_is_done(faults: Faults) -> None:
+    """It reports the ends of workers, so the driver continues it when all have finished."""
+    faults.at(LANE, lambda: os.kill(os.getppid(), signal.SIGSTOP), step=2, worker=0)
+    with faults.drive(job(), workers=2) as driver:
+        assert driver.end().code == 0
+    assert [each["code"] for each in faults.told("worker-exited")] == [0, 0]
+
+
 PLAIN = """\
 import os, signal, time
 from pathlib import Path

@@ -212,8 +212,13 @@ def test_all_are_asked_after_three_seconds_and_ever_more_rarely() -> None:
             clock.told(now)
     assert asked == [3.0, 8.0, 18.0, 38.0, 78.0]
     clock = StallClock(0.0)
-    clock.progressed(4.0)
-    assert not clock.due(15.9) and clock.due(16.0), "steps take four seconds: twelve are no step"
+    clock.progressed(40.0)
+    assert not clock.due(42.9) and clock.due(43.0), "a start of forty seconds is no step"
+    clock.progressed(44.0)
+    assert not clock.due(55.9) and clock.due(56.0), "steps take four seconds: twelve are no step"
+    clock.recovers()
+    clock.progressed(60.0)
+    assert not clock.due(71.9) and clock.due(72.0), "nor is a recovery of sixteen"
 
 
 def test_a_stall_is_one_incident_until_the_next_commit() -> None:

@@ -30,6 +30,8 @@ from shoal.transport.identity import PeerRefused, Role
 from shoal.transport.secure_socket import Connection, handshake, secure
 
 CONNECT_SECONDS = 5.0  # to connect, and for a new connection to prove itself
+ADDRESS_FIX = "SHOAL_ADDRESS on each host: an address that the other hosts can reach"
+SECRET_FIX = "SHOAL_SECRET_FILE=FILE on every host, the same file of mode 0600 (shoal keys new FILE makes one)"
 MAX_STRANGERS = 64  # connections that have not proved themselves yet, beyond those of the members
 _HELLO = struct.Struct("<IB16s")  # rank, purpose, and the rank's token from the store
 
@@ -58,7 +60,7 @@ def _check_credentials(members: Sequence[GroupMember]) -> None:
     """Raises on all ranks alike if the members cannot trust each other."""
     secured = [member for member in members if member.secured]
     bare = [member for member in members if not member.secured]
-    fix = "SHOAL_SECRET_FILE=FILE on every host, the same file of mode 0600 (shoal keys new FILE makes one)"
+    fix = SECRET_FIX
     if secured and bare:
         raise InputError(f"{secured[0]} has credentials and {bare[0]} has none: they cannot trust each other", fix=fix)
     for member in bare:
@@ -89,7 +91,7 @@ def connect_peers(
             credentials = credentials_from_environment()
             acceptor = _PeerAcceptor(members, rank, above, credentials)
         except InputError as error:
-            problem = f"{own} cannot prove who it is: {error.message}"
+            problem = f"{own} cannot prove who it is: {error.message}\n{error.fix or SECRET_FIX}"
         except OSError as error:
             problem = f"{own} cannot listen on {own.address}: {_reason(error)}"
         ports = exchange_notes(store, rank, size, "port", str(acceptor.port if acceptor else 0), timeout)
@@ -101,13 +103,14 @@ def connect_peers(
                 hello = _HELLO.pack(rank, purpose, bytes.fromhex(own.token))
                 connected[peer, purpose] = _connect(members[peer], int(ports[peer]), hello, credentials, limit)
             except PeerRefused as error:
-                problem = f"{own} and {members[peer]} do not trust each other: {error}"
+                problem = f"{own} and {members[peer]} do not trust each other: {error}\n{SECRET_FIX}"
             except (OSError, ValueError) as error:
                 other = members[peer]
                 problem = f"{own} ({own.address}) cannot reach {other} at {other.address}: {_reason(error)}"
         problems = list(filter(None, exchange_notes(store, rank, size, "reach", problem, timeout)))
         if problems:
-            raise PeerLost(problems[0], fix="SHOAL_ADDRESS on each host: an address that the other hosts can reach")
+            text, _, fix = problems[0].partition("\n")
+            raise PeerLost(text, fix=fix or ADDRESS_FIX)
         assert acceptor is not None
         connected |= acceptor.finish(timeout.total_seconds())
     except BaseException:
@@ -271,4 +274,7 @@ class _PeerAcceptor:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    if isinstance(error, socket.gaierror):
+        return "no host has this name"
+    text: str = getattr(error, "strerror", None) or str(error)
+    return text.partition(" (while attempting")[0]  # which repeats the address

@@ -101,20 +101,29 @@ def exchange_notes(store: Store, rank: int, size: int, key: str, note: str, time
         store.set(keys[rank], note)
         try:
             _wait(store, keys, timeout)
-        except PeerLost:
+        except PeerLost as error:
+            if rank == 0:
+                error.missing = _missing(store, keys)
             raise
         except (RuntimeError, TimeoutError):
-            missing = [str(each) for each, name in enumerate(keys) if not store.check([name])]
+            missing = _missing(store, keys)
             if not missing:
                 raise
-            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             waited = f"rank {rank} of {size} waited {timeout.total_seconds():g} s"
-            raise PeerLost(f"{waited} for {ranks} to join the group") from None
+            lost = PeerLost(f"{waited} for {ranks} to join the group")
+            if rank == 0:
+                lost.missing = missing
+            raise lost from None
         return [bytes(found).decode(errors="replace") for found in store.multi_get(keys)]
     except PeerLost:
         raise
     except RuntimeError as error:
         raise _store_unreachable(rank, error) from None
+
+
+def _missing(store: Store, keys: list[str]) -> tuple[int, ...]:
+    return tuple(rank for rank, name in enumerate(keys) if not store.check([name]))
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta) -> None:

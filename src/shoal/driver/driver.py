@@ -195,8 +195,8 @@ class RunDriver:
         return value
 
     def watch(self) -> None:
-        """Returns when no process of the run is left, those that are left wait for one that failed, or the run's folder
-        is gone. The launcher ends the rest when it is closed."""
+        """Returns when no process of the run is left, those that are left wait for one that failed or came too late, or
+        the run's folder is gone. The launcher ends the rest when it is closed."""
         recorder, supervisor = self.recorder, self.supervisor
         while self.processes.running:
             for event in self.processes.poll(TICK_SECONDS):
@@ -213,8 +213,11 @@ class RunDriver:
             recorder.record_prediction()
             recorder.progress.tick(recorder.tally)
             self._report_stopping()
+            if supervisor.all_finished():
+                self.processes.continue_starter()  # it reports that they have ended: it may be stopped
             failed_at = None if self.scripts.stopping else supervisor.failed_at
-            if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+            over = [moment for moment in (failed_at, supervisor.done_at) if moment is not None]
+            if over and time.monotonic() - min(over) > GRACE_SECONDS:
                 return
 
     def _handle(self, event: ProcessEvent) -> None:

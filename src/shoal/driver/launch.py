@@ -23,7 +23,7 @@ from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
 from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import CheckpointSaved, RunResumed, RunStarted
+from shoal.report.events import CheckpointSaved, RunFinished, RunResumed, RunStarted
 from shoal.report.loggers.logger import Logger, open_loggers, split_loggers
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
@@ -85,7 +85,7 @@ def train_opened(
             if prepared.predicted:
                 prepared.predictor().start_trace()  # while the workers start
             launch = _launch_spec(prepared, folder, name, resumed=config.checkpoint.resume is not False)
-            if launch.resumed and launch.servers and _never_saved(folder):
+            if launch.resumed and (launch.servers or _cut_short(folder)) and _never_saved(folder):
                 launch = replace(launch, resumed=False, begins_again=True)
             driver = driver_class(prepared.plan.servers)(launch, folder, prepared.config)
             value = driver.run()
@@ -101,6 +101,14 @@ def _never_saved(folder: RunFolder) -> bool:
         return False
     resumed = (event.path for event in folder.read_events() if isinstance(event, CheckpointSaved | RunResumed))
     return not any(resumed)
+
+
+def _cut_short(folder: RunFolder) -> bool:
+    """Whether the driver of the last sitting was killed: nobody wrote down how it ended."""
+    ends = [
+        isinstance(event, RunFinished) for event in folder.read_events() if isinstance(event, RunStarted | RunFinished)
+    ]
+    return bool(ends) and not ends[-1]
 
 
 def driver_class(servers: int) -> type[RunDriver]:

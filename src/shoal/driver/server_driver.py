@@ -143,6 +143,9 @@ class ServerSupervisor(WorkerSupervisor):
     def _running_workers(self) -> list[WorkerId]:
         return [process for process in self.processes.running if process.worker < self.launch.size]
 
+    def _never_joined(self, who: WorkerId) -> bool:
+        return False  # a late worker takes its part of what is left
+
     # -- exits --------------------------------------------------------------------------------------------------------
 
     def process_exited(self, ended: ProcessExit) -> None:

@@ -11,7 +11,17 @@ from msgspec import structs
 
 from shoal.driver.activities import run_activities
 from shoal.driver.store_monitor import StoreMonitor
-from shoal.report.events import AnyEvent, CheckpointSaved, ModelEvaluated, RunStalled, StepsCommitted, WorkerFinished
+from shoal.report.events import (
+    AnyEvent,
+    CheckpointSaved,
+    MembershipChanged,
+    ModelEvaluated,
+    RunStalled,
+    ServerLost,
+    StepsCommitted,
+    WorkerFinished,
+    WorkerLost,
+)
 from shoal.report.stacks import RUNNING, WAITING, WorkerActivity, conclusion, held_up_by
 
 STALL_SECONDS = 3.0  # without a commit: then all are asked
@@ -22,6 +32,7 @@ GAPS_KEPT = 20
 WAIT_SECONDS = 1.0  # a shorter wait is part of any step
 
 PROGRESS = (StepsCommitted, ModelEvaluated, CheckpointSaved, WorkerFinished)
+RECOVERY = (MembershipChanged, WorkerLost, ServerLost)
 
 
 class StallClock:
@@ -30,10 +41,16 @@ class StallClock:
     def __init__(self, now: float) -> None:
         self.since, self._next, self._pause = now, now, FIRST_PAUSE  # `since`: the last commit
         self._gaps: deque[float] = deque(maxlen=GAPS_KEPT)  # between two commits
+        self._usual = False  # whether the time since the last commit is that of a step: not of a start or a recovery
 
     def progressed(self, now: float) -> None:
-        self._gaps.append(now - self.since)
+        if self._usual:
+            self._gaps.append(now - self.since)
+        self._usual = True
         self.since, self._next, self._pause = now, now, FIRST_PAUSE
+
+    def recovers(self) -> None:
+        self._usual = False
 
     def due(self, now: float) -> bool:
         usual = USUAL * max(self._gaps, default=0.0)
@@ -55,6 +72,8 @@ class StallWatch:
         if isinstance(event, PROGRESS):
             self.clock.progressed(time.monotonic())
             self._asked_at = None
+        elif isinstance(event, RECOVERY):
+            self.clock.recovers()
 
     def tick(self, monitor: StoreMonitor) -> RunStalled | None:
         """Returns what there is to say."""

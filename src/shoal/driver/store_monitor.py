@@ -21,7 +21,7 @@ from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.process import pid_space, process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.recovery.membership.store_access import StoreAccess, dial
@@ -40,9 +40,14 @@ TRIES = 50  # of a swap: workers may have swapped the view in between
 
 
 def living_workers(state: MembershipState) -> list[WorkerProcess]:
-    """Workers with a lease, without those that are dead on this host."""
-    here = host_identity()
-    return [one for one in state.alive.values() if one.host != here or process_state(one.pid, one.started) is not None]
+    """Workers with a lease, without those that are known to be dead: on this host, or on hosts of a lab."""
+    here, space = host_identity(), pid_space()
+
+    def dead(one: WorkerProcess) -> bool:
+        seen = one.host == here or (space != "" and one.pid_space == space)
+        return seen and process_state(one.pid, one.started) is None
+
+    return [one for one in state.alive.values() if not dead(one)]
 
 
 class StoreMonitor:

@@ -53,6 +53,7 @@ class WorkerSupervisor:
         self.pending_losses: list[tuple[WorkerId, int | None, str]] = []  # exit code, and the state lost with it
         self.next_plan: tuple[Plan, str] | None = None  # the run goes on with it after this driver, and why
         self.failed_at: float | None = None
+        self.done_at: float | None = None  # since when none is left but workers that never took part
         self.ending = False  # because of a loss: no worker is started any more
         self.fatal_error = False  # an error that a replacement would run into, too
         self._fill_at: float | None = None  # when workers that are missing after taking over are started
@@ -108,6 +109,7 @@ class WorkerSupervisor:
     def tick(self) -> None:
         """Acts on what the store has: workers that the others dropped, and the number that the user asked for. Says who
         is waited for while nothing is committed."""
+        self._note_done()
         if self.store_monitor is None:
             return
         for event in self.store_monitor.poll():
@@ -136,6 +138,25 @@ class WorkerSupervisor:
     def _is_ending(self) -> bool:
         over = self.ending or self.fatal_error or self.failed_at is not None
         return over or self.interrupts.count > 0 or bool(self.tally.finished)
+
+    def all_finished(self) -> bool:
+        """Whether the last step is done, and each worker that is left has finished or never took part."""
+        finished, left = self.tally.finished, self._running_workers()
+        return bool(finished) and all(who.worker in finished or self._never_joined(who) for who in left)
+
+    def _running_workers(self) -> Collection[WorkerId]:
+        return self.processes.running
+
+    def _never_joined(self, who: WorkerId) -> bool:
+        return self.elastic and who not in self.participants
+
+    def _note_done(self) -> None:
+        """A worker that never took part may not even hear that the run is done: it cannot reach the store."""
+        left = self._running_workers()
+        if not (left and self.all_finished() and all(map(self._never_joined, left))):
+            self.done_at = None
+        elif self.done_at is None:
+            self.done_at = time.monotonic()
 
     def ask_to_stop(self) -> None:
         self.processes.ask_to_stop(self.processes.running)

@@ -404,6 +404,7 @@ class StoreOutage(Event, frozen=True, kw_only=True, tag="store-outage"):
 
     rank: int | None  # None: from the driver
     address: str
+    host: str = ""  # of the worker, where a network is between it and the store
     seconds: float | None = None
 
 

@@ -63,7 +63,8 @@ def _summary(report: Report, incidents: list[Incident]) -> list[str]:
         parts.append(f"{human.plural(pushes, 'acknowledged update')} lost with a server")
     outage = sum(incident.seconds or 0.0 for incident in incidents if incident.kind == "store-outage")
     if count["store-outage"]:
-        parts.append(f"store unreachable {human.times_text(count['store-outage'])} ({human.duration(outage)})")
+        lasting = f" ({human.duration(outage)})" if outage else ""  # else those that were cut off have not come back
+        parts.append(f"store unreachable {human.times_text(count['store-outage'])}{lasting}")
     if count["paused"]:
         parts.append(f"a process stopped {human.times_text(count['paused'])}")
     if count["driver-changed"]:

@@ -50,6 +50,7 @@ class Incident(msgspec.Struct, kw_only=True, omit_defaults=True):
     state_bytes: int | None = None  # that it received
     state_donor: int | None = None
     state_seconds: float | None = None
+    # Of the store, where some workers alone cannot reach it: `reason` is its address, `members` those workers.
     # Of a server; `reason` is its address, `members` are the workers that wait for it.
     shard: int | None = None
     version: int | None = None  # of the snapshot that it loaded
@@ -99,6 +100,7 @@ class IncidentLog:
         self._changes: list[_CommittedChange] = []
         self._removed_by: dict[Incarnation, _CommittedChange] = {}  # the change that removed a process
         self._missing: dict[int, set[int]] = {}  # shard -> workers that cannot reach it
+        self._cut_off: dict[int | None, Incident] = {}  # who cannot reach the store (None: the driver), and its outage
         self._versions: dict[int, int] = {}  # shard -> version that it last reported
         self._pushes_lost: Counter[tuple[int, float]] = Counter()  # shard and time of its loss -> as workers report
 
@@ -182,6 +184,7 @@ class IncidentLog:
     def _worker_lost(self, event: events.WorkerLost) -> None:
         for shard in self._missing:
             self._server_reached(event.rank, shard, event.time)
+        self._cut_off.pop(event.rank, None)
         incarnation = (event.rank, event.incarnation)
         known = self.find(incarnation, "lost")
         if known is not None and known.rejoin_step is None:  # reported again: its end may be known by now
@@ -377,12 +380,21 @@ class IncidentLog:
             pause.seconds = event.seconds
 
     def _store_outage(self, event: events.StoreOutage) -> None:
-        """Every process reports it; it is one outage."""
-        outage = self._last(lambda each: each.kind == "store-outage" and each.seconds is None)
-        if event.seconds is None and outage is None:
-            self._append("store-outage", event.time, reason=event.address)
-        elif event.seconds is not None and outage is not None:
-            outage.seconds, outage.committed_at = event.seconds, event.time
+        """Every process reports it; it is one outage. Workers that are cut off are named."""
+        if event.seconds is not None:
+            outage = self._cut_off.pop(event.rank, None)
+            if outage is not None and outage.seconds is None:
+                outage.seconds, outage.committed_at = event.seconds, event.time
+            return
+        outage = self._last(lambda each: any(each is known for known in self._cut_off.values()))
+        if outage is None or outage.seconds is not None:
+            outage = self._append("store-outage", event.time, reason=event.address)
+            outage.host = event.host
+        if event.rank is None or not event.host:
+            outage.host = ""  # not those workers alone
+        elif event.rank not in outage.members:
+            outage.members = sorted([*outage.members, event.rank])
+        self._cut_off[event.rank] = outage
 
 
 def _attach(incident: Incident, change: _CommittedChange) -> None:

@@ -106,7 +106,7 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
             if incident.seconds is not None:
                 yield f"it went on after {human.duration(incident.seconds)}"
         case "store-outage":
-            yield f"store {incident.reason} cannot be reached: training goes on, changes of membership wait"
+            yield _cut_off_text(incident)
             if incident.seconds is not None:
                 yield f"back after {human.duration(incident.seconds)}"
         case "server-lost":
@@ -122,6 +122,20 @@ def sentence_parts(incident: Incident, *, place: bool) -> Iterator[str]:
             yield from _commit(incident)
         case "driver-changed":
             yield driver_text(incident)
+
+
+def _cut_off_text(incident: Incident) -> str:
+    if not incident.host:
+        return f"store {incident.reason} cannot be reached: training goes on, changes of membership wait"
+    away = f"cannot reach the store at {incident.reason}: look at the"
+    go_on = "away longer than a lease (--lease)"
+    if len(incident.members) > 1:
+        who = f"workers {' '.join(map(str, incident.members))}"
+        return f"{who} {away} links between them; the others go on without those that are {go_on}"
+    return (
+        f"worker {incident.members[0]} on {incident.host} {away} link between them; "
+        f"the others go on without it while it is {go_on}"
+    )
 
 
 def driver_text(driver: Incident | DriverChanged) -> str:

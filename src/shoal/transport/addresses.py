@@ -33,6 +33,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def on_this_machine(address: str) -> bool:
+    """Whether an address, with or without what it begins with (`tcp://`, `etcd://`), is reached without a network."""
+    host = address.rpartition("//")[2].rpartition(":")[0].strip("[]")
+    return address.startswith(("unix:", "/")) or is_loopback(host)
+
+
 def listen(text: str, credentials: Credentials | None) -> tuple[socket.socket, str]:
     """Returns a listening socket and its address, with the port that the system chose for port 0."""
     kind, place = read_address(text)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +25,7 @@ from shoal.errors import PeerLost, RunError
 from shoal.numerics.user_frames import user_stack
 from shoal.recovery.membership.heartbeat import Heartbeat, MembershipState, RunRequest, store_key
 from shoal.recovery.membership.loss_watch import WorkerProcess
-from shoal.recovery.membership.process import kill_process, start_ticks
+from shoal.recovery.membership.process import kill_process, pid_space, start_ticks
 from shoal.recovery.membership.protocol import (
     BoundaryChange,
     FormGroup,
@@ -46,6 +46,7 @@ from shoal.recovery.membership.protocol import (
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.report.events import Event, StoreOutage
 from shoal.report.stacks import WorkerActivity
+from shoal.transport.addresses import on_this_machine
 from shoal.worker.membership import AFTER_SHARD_LOST, ModelShardLost, RunAbandoned, RunCompleted, WorkerEvicted
 from shoal.worker.rendezvous import POLL_SECONDS, GroupRendezvous
 from shoal.worker.requests import CHANGE, LEAVE, STOP
@@ -96,6 +97,7 @@ class ElasticMembership:
             started=start_ticks(os.getpid()) or "",
             host=host_identity(),
             host_name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
+            pid_space=pid_space(),
         )
         self._store = open_store()
         self._restart_store = restart_store
@@ -229,6 +231,7 @@ class ElasticMembership:
                     raise RunCompleted("the run is done")
                 late = self._late_members(state)
                 gone = self._gone(state) | late
+                self._leave_unreachable(gone)
                 action = self.member.decide(self._observe(state, late), gone, change)
                 match action:
                     case ProposeView(view):
@@ -259,6 +262,13 @@ class ElasticMembership:
                     _log(error.message)
                 self._set_phase("waits for the store")
                 time.sleep(STORE_RETRY_SECONDS)
+
+    def _leave_unreachable(self, gone: Mapping[WorkerId, str]) -> None:
+        """A worker without state does not hold up those that have it, where its host's link is bad."""
+        unreachable = self._rendezvous.unreachable()
+        if self.member.committed < 0 and any(gone.get(who) == why for who, why in unreachable.items()):
+            names = " and ".join(map(str, unreachable))
+            raise WorkerEvicted(f"{self.worker_id} gives up: {names} {next(iter(unreachable.values()))}")
 
     def _form(self, recovery: RecoveryPlan) -> bool:
         view = recovery.view
@@ -304,6 +314,9 @@ class ElasticMembership:
             for rank in self.group.ended_ranks():
                 who = self.view.members[rank]
                 found.setdefault(who, "died: its connection was closed")
+        for who, why in self._rendezvous.unreachable().items():
+            if who in state.view.members:
+                found.setdefault(who, why)
         return found
 
     def _observe(self, state: MembershipState, late: Collection[WorkerId]) -> MembershipObservation:
@@ -371,7 +384,9 @@ class ElasticMembership:
                 self._heartbeat.put(f"where/{store_key(self.worker_id)}", msgspec.json.encode(self.activity()))
 
     def _on_store_away(self, seconds: float | None) -> None:
-        self._emit(StoreOutage(rank=self.worker_id.worker, address=self._store.address, seconds=seconds))
+        address = self._store.address
+        host = "" if on_this_machine(address) else self._heartbeat.process.host_name
+        self._emit(StoreOutage(rank=self.worker_id.worker, address=address, host=host, seconds=seconds))
 
     def _on_store_retry(self, seconds: float) -> None:
         """Restarts the store if the driver has not. The members try one after the other: the first may be gone."""

@@ -6,6 +6,7 @@ On one machine it is a Unix socket in the run's folder, for this user alone; bet
 
 import os
 import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,19 @@ RENDEZVOUS_VARIABLE = "SHOAL_RENDEZVOUS"  # the address of the driver's key-valu
 POLL_SECONDS = 0.05  # between two looks at what the store does not report: whether processes of this host live
 RENDEZVOUS_SOCKETS = "rendezvous*.sock"  # in the run's folder, while a sitting lasts
 FORMING_SECONDS = 5.0  # for all members to form their group; twice as long after each failure
+MOST_ABSENCES = 3
+ABSENT_SECONDS = 3.0  # of waiting for a member: in less it may just not have come yet
+UNREACHABLE = (
+    f"is silent: {MOST_ABSENCES} groups in a row waited for it, though it keeps its lease: "
+    "look at the link to its host (small packets pass: its MTU?)"
+)
+
+
+def count_absences(
+    before: Mapping[WorkerId, int], view: MembershipView, missing: Collection[int]
+) -> dict[WorkerId, int]:
+    """Of members that did not come to the group of this view: to how many in a row. Pure."""
+    return {view.members[rank]: before.get(view.members[rank], 0) + 1 for rank in missing}
 
 
 class GroupRendezvous:
@@ -46,17 +60,25 @@ class GroupRendezvous:
         self._server: KeyValueServer | None = None  # while this worker is the first member
         self._client: RendezvousStore | None = None
         self._failed_attempts = 0
+        self._absences: dict[WorkerId, int] = {}  # groups in a row that a member did not come to
         self._records: dict[str, tuple[str, int]] = {}  # kind of record -> its key and revision
 
     def make_group(self, view: MembershipView) -> WorkerGroup:
         """Raises a RunError if the members do not form the group in time."""
+        began = time.monotonic()
         try:
             group = self._make_group(view)
-        except RunError:
+        except RunError as error:
             self._failed_attempts += 1
+            if time.monotonic() - began >= ABSENT_SECONDS:
+                self._absences = count_absences(self._absences, view, getattr(error, "missing", ()))
             raise
-        self._failed_attempts = 0
+        self._failed_attempts, self._absences = 0, {}
         return group
+
+    def unreachable(self) -> dict[WorkerId, str]:
+        """Members that have a lease, and whose messages do not arrive: small packets pass, larger ones are lost."""
+        return {who: UNREACHABLE for who, count in self._absences.items() if count >= MOST_ABSENCES}
 
     def _make_group(self, view: MembershipView) -> WorkerGroup:
         rank, size = view.rank(self.worker_id), len(view.members)

@@ -24,8 +24,9 @@ class WorkerProcess(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 22)]  # the kernel has no larger ones
     started: str
-    host: str  # equal for processes that can check each other
+    host: str  # equal for processes that can check each other, and share memory
     host_name: str  # for messages
+    pid_space: str = ""  # equal for processes that see each other's ids, as those of a lab's hosts do
     shard: int | None = None  # of a parameter server, which has a rank after those of the workers
 
     @property

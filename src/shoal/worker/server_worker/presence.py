@@ -18,11 +18,12 @@ from shoal.errors import RunError
 from shoal.numerics.user_frames import user_stack
 from shoal.recovery.membership.heartbeat import EMPTY_STATE, Heartbeat, MembershipState, store_key
 from shoal.recovery.membership.loss_watch import WorkerProcess
-from shoal.recovery.membership.process import start_ticks
+from shoal.recovery.membership.process import pid_space, start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report.events import StoreOutage
 from shoal.report.stacks import RUNNING, WAITING, WorkerActivity
+from shoal.transport.addresses import on_this_machine
 from shoal.worker.context import WorkerContext
 from shoal.worker.elastic_membership import STORE_RESTART_SECONDS
 
@@ -52,6 +53,7 @@ class RunPresence:
             started=start_ticks(os.getpid()) or "",
             host=host_identity(),
             host_name=os.environ.get("SHOAL_HOST") or socket.gethostname(),
+            pid_space=pid_space(),
             shard=self._shard,
         )
         if context.open_run_store is not None:
@@ -133,7 +135,9 @@ class RunPresence:
         )
 
     def _on_store_away(self, seconds: float | None) -> None:
-        self._context.channel.emit(StoreOutage(rank=self._context.rank, address=self._address, seconds=seconds))
+        address, rank = self._address, self._context.rank
+        host = "" if self._shard is not None or on_this_machine(address) else self._process.host_name
+        self._context.channel.emit(StoreOutage(rank=rank, address=address, host=host, seconds=seconds))
 
     def _on_store_retry(self, seconds: float) -> None:
         """Restarts the store if the driver has not. The processes try one after the other: the first may be gone."""
