@@ -145,7 +145,7 @@ def test_a_rank_with_the_wrong_certificate_is_refused_on_all(
     assert "rank 1 on host1" in str(raised.value) and "rank 0 on host0" in str(raised.value)
     if reason == "another secret":
         assert reason in str(raised.value)
-    assert raised.value.fix is not None and "SHOAL_SECRET_FILE" in raised.value.fix, "not an address"
+        assert raised.value.fix is not None and "SHOAL_SECRET_FILE" in raised.value.fix, "not an address"
 
 
 def test_members_that_cannot_trust_each_other_are_named() -> None:
