@@ -377,13 +377,26 @@ def test_stopping_ends_it_and_keeps_what_it_holds(folder: Path) -> None:
     store.close()
 
 
-def test_stopping_ends_one_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_client, "RESPONSE_SECONDS", 0.2)
+def test_stopping_ends_one_that_is_stopped_without_asking_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serving = sqlite_client.start_server(folder)
+    monkeypatch.setattr(sqlite_client.SqliteStore, "end_server", lambda _: pytest.fail("nobody would answer"))
     os.kill(serving.pid, signal.SIGSTOP)
+    until(lambda: not sqlite_client.server_running(folder))
     sqlite_client.stop_server(folder)
     assert sqlite_messages.process_start_ticks(serving.pid) is None
     assert not (folder / "store.json").exists()
+
+
+def test_another_takes_the_place_of_one_that_is_stopped(folder: Path) -> None:
+    serving, store = sqlite_client.start_server(folder), sqlite_client.connect(folder)
+    lease = store.grant(30.0)
+    store.put("a", b"1", lease)
+    os.kill(serving.pid, signal.SIGSTOP)
+    until(lambda: not sqlite_client.server_running(folder))
+    assert sqlite_client.start_server(folder).pid != serving.pid
+    assert sqlite_messages.process_start_ticks(serving.pid) is None, "it cannot wake up beside the other"
+    assert values(store) == {"a": b"1"} and store.renew(lease)
+    store.close()
 
 
 def test_it_ends_by_itself_when_nobody_needs_it(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The embedded store: starts its server (sqlite_server.py), sends requests to it, ends it.
 
-    start_server(folder)   starts a server that outlives the caller, unless one lives already
+    start_server(folder)   starts a server that outlives the caller, unless one works already; one that is stopped ends
     connect(folder)        a client, which connects when it needs to, and again after a failure
     stop_server(folder)    ends the server; its records stay on disk
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from shoal.errors import RunError
 from shoal.recovery.membership import sqlite_messages, sqlite_process
+from shoal.recovery.membership.process import STOPPED_STATES, process_state
 from shoal.recovery.membership.sqlite_messages import StoreServerInfo, read_server_info
 from shoal.recovery.membership.store import LeaseEnded, StoreEntry, StoreRefused, StoreSnapshot, StoreUnavailable
 from shoal.recovery.membership.store_access import ADMIN_ACCESS, StoreAccess
@@ -48,6 +49,7 @@ def start_server(
     thread, so `call_on(host, …)` starts one on a lab's host, with that host's address. It ends after `idle_seconds`
     without lease and client, and with the process `owner` if there is one.
     """
+    _end_stopped(folder)
     found = _live_server(folder)
     if found is not None:
         return found
@@ -69,11 +71,14 @@ def start_server(
 
 
 def server_running(folder: Path) -> bool:
-    return _live_server(folder) is not None
+    """Whether a server works: one that is stopped (SIGSTOP, a debugger) answers nobody."""
+    found = _live_server(folder)
+    return found is not None and not _is_stopped(found)
 
 
 def stop_server(folder: Path, access: StoreAccess = ADMIN_ACCESS, *, seconds: float = STOP_SECONDS) -> None:
     """Ends the server of this folder, if there is one: sends a request, and kills it if it lives after `seconds`."""
+    _end_stopped(folder)
     # A server may be starting.
     _wait_until(lambda: not sqlite_messages.is_locked(folder) or server_running(folder), seconds)
     serving = _live_server(folder)
@@ -245,6 +250,18 @@ def _live_server(folder: Path) -> StoreServerInfo | None:
 
 def _is_alive(serving: StoreServerInfo) -> bool:
     return sqlite_messages.process_start_ticks(serving.pid) == serving.started
+
+
+def _is_stopped(serving: StoreServerInfo) -> bool:
+    return process_state(serving.pid, str(serving.started)) in STOPPED_STATES
+
+
+def _end_stopped(folder: Path) -> None:
+    """Ends a server that is stopped: it holds the lock, and its records are on disk."""
+    found = _live_server(folder)
+    if found is not None and _is_stopped(found):
+        _kill(found)
+        _wait_until(lambda: not _is_alive(found), STOP_SECONDS)
 
 
 def _kill(serving: StoreServerInfo) -> None:
