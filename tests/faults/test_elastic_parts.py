@@ -263,6 +263,14 @@ def test_all_at_once(faults: Faults) -> None:
     train(faults, back_to=4)
 
 
+def test_all_are_stopped_and_nobody_is_left_to_notice(faults: Faults) -> None:
+    faults.at(FORWARD, both(until_saved(faults.run, 4), kills(0, 1, number=signal.SIGSTOP)), step=6, worker=1, life=0)
+    train(faults, "pipeline=2", back_to=4, lease=1.0)
+    found = faults.told("worker-lost")
+    assert sorted(one["rank"] for one in found) == [0, 1]
+    assert {one["detected_by"] for one in found} == {"is stopped, and no member is left that works"}
+
+
 # -- silence, leaving, fewer and more ---------------------------------------------------------------------------------
 
 

@@ -129,14 +129,14 @@ def unheard() -> None:
     raise PeerLost("the word did not arrive")
 
 
-def kills(*workers: int) -> Callable[[], None]:
-    """Kills these workers at once, itself last if it is one of them."""
+def kills(*workers: int, number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Kills these workers at once, itself last if it is one of them. `number`: of another signal."""
 
     def act() -> None:
         known = {who.worker: alive.pid for who, alive in sorted(crew()._heartbeat.known().items())}
         known[crew().worker_id.worker] = os.getpid()
         for worker in sorted(workers, key=lambda worker: worker == crew().worker_id.worker):
-            os.kill(known[worker], signal.SIGKILL)
+            os.kill(known[worker], number)
 
     return act
 

@@ -25,6 +25,7 @@ from shoal.driver.launchers.base import (
 )
 from shoal.driver.launchers.channels import LineBuffer, ProcessChannels
 from shoal.driver.run_recorder import RunRecorder
+from shoal.driver.standstill_watch import StandstillWatch
 from shoal.errors import RunFolderError
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_records import StoreRecords
@@ -258,6 +259,34 @@ def test_a_stopped_process_is_named_until_it_goes_on() -> None:
     states[11] = "T"
     look(0.6)
     assert look(60.0) == [], "the watch was stopped itself"
+
+
+def test_members_that_are_all_stopped_have_the_time_of_a_lease() -> None:
+    states, now = {10: "T", 11: "S"}, [0.0]
+    watch = StandstillWatch(5.0, states.get, lambda: now[0])
+
+    def look(seconds: float) -> list[bool]:
+        found = []
+        for _ in range(round(seconds / 0.5)):
+            now[0] += 0.5
+            found.append(watch.too_long([10, 11]))
+        return found
+
+    assert not any(look(20.0)), "one works, and sees to the other"
+    states[11] = "T"
+    assert not any(look(5.0))
+    assert look(0.5) == [True]
+    states[11] = "S"
+    assert not any(look(6.0)), "it has gone on"
+    states[11] = "t"
+    assert not any(look(20.0)), "a debugger has it"
+    states[11] = "T"
+    look(4.0)
+    now[0] += 60.0
+    assert not any(look(5.0)), "the watch was stopped itself"
+    assert look(0.5) == [True]
+    now[0] += 0.5
+    assert not watch.too_long([])
 
 
 def test_who_is_stopped_is_said_with_what_to_type() -> None:

@@ -238,8 +238,8 @@ def unreplaced(sync_mode: str, left: int, workers: int) -> LossDecision:
 
 
 class ServerRunDriver(RunDriver):
-    """A job's servers and workers go on without their driver where those of other runs do, except in groups, whose
-    workers find each other through the driver. A script's end with it: that run has no store."""
+    """A job's servers and workers go on without their driver where those of other runs do. A script's end with it: that
+    run has no store."""
 
     supervisor_type = ServerSupervisor
     supervisor: ServerSupervisor
@@ -247,7 +247,7 @@ class ServerRunDriver(RunDriver):
     def __init__(self, launch: LaunchSpec, folder: RunFolder, config: RunConfig) -> None:
         if launch.started.command == "run":
             config = config.changed(elastic=False, detached=False)
-        elif not config.failure.elastic or SyncMode.parse(launch.started.sync_mode).name == "groups":
+        elif not config.failure.elastic:
             config = config.changed(detached=False)
         super().__init__(launch, folder, config)
         hosts = launch.launcher.hosts(launch.servers)

@@ -16,6 +16,7 @@ from shoal.driver.outcome import NO_CHECKPOINT
 from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.stall_watch import StallWatch
+from shoal.driver.standstill_watch import StandstillWatch
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import ShoalError
 from shoal.parallel.plan import Plan
@@ -59,6 +60,7 @@ class WorkerSupervisor:
         self._fill_at: float | None = None  # when workers that are missing after taking over are started
         self._oom_watch = OomWatch()
         self._stall_watch = StallWatch()
+        self._standstill = StandstillWatch(self.config.failure.lease)
         recorder.observers.append(self.observe)
 
     # -- events of workers --------------------------------------------------------------------------------------------
@@ -129,10 +131,21 @@ class WorkerSupervisor:
             ending = self.interrupts.count or self.tally.finished or self.failed_at is not None
             if self.config.failure.on_failure == "replace" and self.processes.can_start and not ending:
                 self._start_missing("replacement")
-
+        self._end_standstill(self.store_monitor)
         stall = None if self._is_ending else self._stall_watch.tick(self.store_monitor)
         if stall is not None:
             self.recorder.emit(stall)
+
+    def _end_standstill(self, monitor: StoreMonitor) -> None:
+        """Ends members that are all stopped: their exits are losses, and the run goes on from its checkpoint."""
+        members = [] if monitor.state is None else monitor.state.view.members
+        pids = self.processes.pids
+        stopped = {who: pids[who] for who in members if who in pids and who in self.processes.running}
+        able = self.elastic and self.processes.can_start and not self.interrupts.count
+        if able and self._standstill.too_long(stopped.values()):
+            for who in stopped:
+                self.loss_reasons.setdefault(who, "is stopped, and no member is left that works")
+                self.processes.launcher.signal(who, signal.SIGKILL)
 
     @property
     def _is_ending(self) -> bool:

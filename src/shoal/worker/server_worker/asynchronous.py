@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.errors import PeerLost, RunError, ShoalError
@@ -26,6 +25,7 @@ from shoal.paramserver.reduce import SparseGradient
 from shoal.worker.lane_speeds import MIN_SPEEDUP, LaneSpeeds
 from shoal.worker.requests import STOP
 from shoal.worker.server_worker.base import ServerWorker
+from shoal.worker.server_worker.group_meeting import GroupMeeting
 from shoal.worker.server_worker.presence import Doing
 from shoal.worker.server_worker.remote_model import wait_all
 from shoal.worker.training_state import Batch
@@ -177,6 +177,7 @@ class GroupServerWorker(AsyncServerWorker):
 
     def enter(self) -> None:
         self.speeds = LaneSpeeds()
+        self.meeting = GroupMeeting(self.context)
         super().enter()
 
     def next_batch(self) -> Batch | None:
@@ -210,12 +211,10 @@ class GroupServerWorker(AsyncServerWorker):
         if len(members) == 1:
             self.group = SoloGroup(self.config.comm_options)
         else:
-            assert self.context.open_torch_store is not None
-            number = self.sync_mode.group_of(self.worker)
-            store = PrefixStore(f"group/{number}/{given.generation}", self.context.open_torch_store())
+            name = f"{self.sync_mode.group_of(self.worker)}-{given.generation}"
             try:
                 self.group = DistributedGroup(
-                    store,
+                    self.meeting.open(name, FORMING_TIMEOUT, leads=leads),
                     rank=members.index(self.worker),
                     size=len(members),
                     timeout=timedelta(seconds=self.config.communication.timeout),
@@ -229,6 +228,10 @@ class GroupServerWorker(AsyncServerWorker):
         lanes = assign_lanes(self.plan.lanes, [1.0] * len(members))
         self.strategy.join_group(ParallelGroups.replicated(self.group), lanes)
         self.broadcast_weights()
+
+    def close(self) -> None:
+        super().close()
+        self.meeting.close()
 
     def doing(self) -> Doing:
         found, status = super().doing(), self.group.status()
