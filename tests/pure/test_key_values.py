@@ -246,6 +246,32 @@ def test_silence_costs_one_connection_for_a_while(
     assert store.get("k") == b"v"
 
 
+def test_strangers_make_room_for_each_other(
+    connect: Callable[[], RendezvousStore], server: KeyValueServer, tmp_path: Path
+) -> None:
+    store = connect()
+    store.set("k", "v")
+    strangers = [unix_sockets.connect(tmp_path / "r.sock", socket.SOCK_STREAM) for _ in range(300)]
+    later = connect()
+    assert later.get("k") == store.get("k") == b"v"
+    assert closed_by_server(strangers[0]) and len(server._clients) == key_value_server.MAX_UNIDENTIFIED + 2 - 1
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+    listener = unix_sockets.listen(tmp_path / "r.sock", socket.SOCK_STREAM)
+    listener.listen(0)
+    with closing(unix_sockets.connect(tmp_path / "r.sock", socket.SOCK_STREAM)):
+        with pytest.raises(DistNetworkError, match=r"no place in the queue within 0\.05 s"):
+            RendezvousStore(f"unix:{tmp_path}/r.sock", timedelta(seconds=0.05))
+        threading.Timer(0.1, lambda: serving.append(KeyValueServer(listener, own_user))).start()
+        serving: list[KeyValueServer] = []
+        with closing(RendezvousStore(f"unix:{tmp_path}/r.sock", LATER)) as store:
+            assert store.num_keys() == 0
+    serving[0].close()
+
+
 def test_too_many_connections(tmp_path: Path) -> None:
     listener = unix_sockets.listen(tmp_path / "r.sock", socket.SOCK_STREAM)
     with (

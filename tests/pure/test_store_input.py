@@ -73,7 +73,7 @@ class Served:
 
     def _run(self) -> None:
         records = StoreRecords(self.folder / "store.db", time.monotonic())
-        self.server = StoreServer(StoreDoor(self.listener, TOKEN), records, 60.0, 100)
+        self.server = StoreServer(StoreDoor(self.listener, TOKEN), records, 60.0, 280)
         self._ready.set()
         try:
             self.server.run()
@@ -170,3 +170,15 @@ def test_garbage_leaves_no_descriptor_open(served: Served) -> None:
             time.sleep(0.05)
         assert len(os.listdir("/proc/self/fd")) == before
         assert served.ask(client, messages.StoreRead("")).entries == {}
+
+
+def test_strangers_make_room_for_each_other(served: Served) -> None:
+    client, _ = served.known()
+    strangers = [served.connect() for _ in range(300)]  # more than the server has places for
+    later, _ = served.known()
+    with client, later:
+        assert closed(strangers[0])
+        assert served.ask(later, messages.StorePut("key", b"value", None)).revision == 2
+        assert served.ask(client, messages.StoreRead("")).entries == {"key": (b"value", 2)}
+    for stranger in strangers:
+        stranger.close()

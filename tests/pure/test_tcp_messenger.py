@@ -1,6 +1,7 @@
 """Messages through streams: two ranks in one process, at the two ends of a socket."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from shoal.collectives.handshake import GroupMember
+from shoal.collectives.liveness import PeerLink
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.errors import CollectiveError, PeerLost
@@ -219,3 +221,38 @@ def test_what_was_sent_before_the_end_of_a_rank_arrives_and_the_rest_is_lost(end
         with pytest.raises(PeerLost, match="its process has ended"):
             message.wait()
     assert asked == [(1, "the connection to it was closed")] * 3
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1])
+def test_a_message_longer_than_any_memory_loses_that_rank_alone(length: int) -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    hub = TcpMessenger([member(0), member(1)], 0, {1: near})
+    hub.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
+    receive = hub.receive(torch.empty(8), 1, 3, "a test")
+    far.sendall(struct.pack("<qQ", 4, length))
+    with pytest.raises(PeerLost, match=f"rank 1: it announced a message of {length} bytes"):
+        receive.wait()
+    hub.close()
+    far.close()
+
+
+def test_a_rank_that_never_stops_reporting_takes_bounded_memory() -> None:
+    class Endless:
+        """A connection that has bytes whenever it is asked, up to 4 MB."""
+
+        asked = 0
+
+        def setblocking(self, flag: bool) -> None: ...
+
+        def setsockopt(self, level: int, option: int, value: int) -> None: ...
+
+        def recv(self, count: int) -> bytes:
+            self.asked += count
+            if self.asked > 4 << 20:
+                raise BlockingIOError
+            return bytes(count)
+
+    endless = Endless()
+    PeerLink(1, endless).receive()
+    assert endless.asked <= (1 << 20) + (1 << 17)

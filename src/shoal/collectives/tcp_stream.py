@@ -100,7 +100,10 @@ class TcpArrival:
         if receive is not None and receive.length == length:
             self.memory = receive.memory
         else:
-            self.tensor = torch.empty(length, dtype=torch.uint8)
+            try:
+                self.tensor = torch.empty(length, dtype=torch.uint8)
+            except (RuntimeError, TypeError, OverflowError):  # more than there can be
+                raise OSError(f"it announced a message of {length} bytes, which this rank cannot take") from None
             self.memory = memory_of(self.tensor)
 
 

@@ -5,12 +5,15 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import InputError
 from shoal.transport.credentials import Credentials
 from shoal.transport.identity import PeerRefused
+
+FULL_QUEUE_SECONDS = 0.005  # between two attempts to connect
 
 
 def read_address(text: str) -> tuple[str, Any]:
@@ -94,13 +97,26 @@ def connect_socket(text: str, timeout: float) -> socket.socket:
         return socket.create_connection(place, timeout)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(timeout)  # for a full backlog
         with _ShortSocketPath(place) as path:
-            connection.connect(path)
+            _connect_unix(connection, path, timeout)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _connect_unix(connection: socket.socket, path: str, timeout: float) -> None:
+    """Tries again while the listener's queue is full: a Unix socket with a timeout does not wait for a place there."""
+    until = time.monotonic() + timeout
+    connection.settimeout(timeout)
+    while True:
+        try:
+            connection.connect(path)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"no place in the queue within {timeout:g} s") from None
+            time.sleep(FULL_QUEUE_SECONDS)
 
 
 class _ShortSocketPath:

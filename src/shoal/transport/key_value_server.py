@@ -33,6 +33,7 @@ from shoal.transport.secure_socket import Connection, TlsSocket, secure
 
 VALIDATE_SECONDS = 10.0  # within which a connection has to send its first message
 MAX_CONNECTIONS = 4096
+MAX_UNIDENTIFIED = 256  # connections without a first message; the oldest makes room for another
 RECEIVE_BYTES = 1 << 16
 SEND_BYTES = 1 << 18
 UNSENT_BYTES = REPLY_BYTES + RECEIVE_BYTES  # of replies that a client does not take
@@ -78,7 +79,6 @@ def serve_key_values(
 class KeyValueClient:
     stream: Connection
     since: float
-    valid: bool = False  # has sent the protocol's first message
     parser: KeyValueParser = field(default_factory=KeyValueParser)
     unsent: bytearray = field(default_factory=bytearray)
     waiting: KeyValueRequest | None = None
@@ -93,6 +93,7 @@ class KeyValueServer:
         self.last_refusal = ""
         self._listener, self._admit, self._most = listener, admit, max_connections
         self._clients: set[KeyValueClient] = set()
+        self._unidentified: dict[KeyValueClient, None] = {}  # have sent no first message yet; oldest first
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         listener.setblocking(False)
@@ -146,6 +147,10 @@ class KeyValueServer:
             return
         client = KeyValueClient(stream, time.monotonic())
         self._clients.add(client)
+        self._unidentified[client] = None
+        if len(self._unidentified) > MAX_UNIDENTIFIED:  # else strangers would use up this process's descriptors
+            self.broken += 1
+            self._drop(next(iter(self._unidentified)))
         self._selector.register(stream.fileno(), selectors.EVENT_READ, client)
 
     def _note_refusal(self, error: Exception) -> None:
@@ -154,18 +159,19 @@ class KeyValueServer:
 
     def _drop(self, client: KeyValueClient) -> None:
         self._clients.discard(client)
+        self._unidentified.pop(client, None)
         with suppress(KeyError, ValueError):
             self._selector.unregister(client.stream.fileno())
         with suppress(OSError):
             client.stream.close()
 
     def _seconds_until_due(self) -> float | None:
-        since = [client.since for client in self._clients if not client.valid]
-        return max(0.0, min(since) + VALIDATE_SECONDS - time.monotonic()) if since else None
+        oldest = next(iter(self._unidentified), None)
+        return None if oldest is None else max(0.0, oldest.since + VALIDATE_SECONDS - time.monotonic())
 
     def _drop_silent(self) -> None:
         now = time.monotonic()
-        for client in [each for each in self._clients if not each.valid and now >= each.since + VALIDATE_SECONDS]:
+        for client in [each for each in self._unidentified if now >= each.since + VALIDATE_SECONDS]:
             self.broken += 1
             self._drop(client)
 
@@ -201,10 +207,10 @@ class KeyValueServer:
             self._watch(client, writing=isinstance(stream, TlsSocket) and stream.peer is None and stream.wants_write)
 
     def _handle(self, client: KeyValueClient, request: KeyValueRequest) -> None:
-        if not client.valid:
+        if client in self._unidentified:
             if request.query is not KeyValueQuery.VALIDATE or request.number != MAGIC:
                 raise ValueError("the first message is no VALIDATE")
-            client.valid = True
+            del self._unidentified[client]
         elif request.query is KeyValueQuery.CANCEL_WAIT:
             client.waiting = None
             self._reply(client, WAIT_CANCELED)

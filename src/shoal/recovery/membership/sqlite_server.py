@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -50,6 +51,7 @@ from shoal.transport.secure_socket import Connection, TlsSocket
 FOLDER_LOOK_SECONDS = 2.0  # between two looks whether the run's folder is still there
 RECEIVE_BYTES = 1 << 16
 HELLO_SECONDS = 2.0  # within which a connection has to show the token
+MAX_UNIDENTIFIED = 256  # connections without a hello; the oldest makes room for another
 PAUSE_TOLERANCE_SECONDS = 0.1  # a longer time without listening does not count against leases
 
 
@@ -94,6 +96,7 @@ class StoreServer:
         self.rejected: Counter[str] = Counter()  # connections closed for what they sent, by the kind of error
         self._stopping = False
         self._connections: set[StoreConnection] = set()
+        self._unidentified: dict[StoreConnection, None] = {}  # have not shown the token yet; oldest first
         self._selector = selectors.DefaultSelector()
         door.listener.setblocking(False)
         self._selector.register(door.listener, selectors.EVENT_READ, None)
@@ -144,7 +147,7 @@ class StoreServer:
         times = [self._idle_deadline(), time.monotonic() + FOLDER_LOOK_SECONDS]
         times += [lease.due for lease in self._records.leases.values()]
         times += [each.wait_until for each in self._connections if each.waiting is not None]
-        times += [each.since + HELLO_SECONDS for each in self._connections if not each.trusted]
+        times += [each.since + HELLO_SECONDS for each in islice(self._unidentified, 1)]
         return min(times)
 
     def _extend_deadlines(self, seconds: float) -> None:
@@ -160,9 +163,8 @@ class StoreServer:
                 self._records.leases[number].due = now + PAUSE_TOLERANCE_SECONDS
 
     def _drop_silent(self, now: float) -> None:
-        for each in list(self._connections):
-            if not each.trusted and now >= each.since + HELLO_SECONDS:
-                self._drop(each)
+        for each in [each for each in self._unidentified if now >= each.since + HELLO_SECONDS]:
+            self._drop(each)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -176,10 +178,15 @@ class StoreServer:
             return
         connection = StoreConnection(accepted, time.monotonic())
         self._connections.add(connection)
+        self._unidentified[connection] = None
         self._selector.register(accepted.fileno(), selectors.EVENT_READ, connection)
+        if len(self._unidentified) > MAX_UNIDENTIFIED:  # else strangers would take the places of the run's processes
+            self.rejected["too many"] += 1
+            self._drop(next(iter(self._unidentified)))
 
     def _drop(self, connection: StoreConnection) -> None:
         self._connections.remove(connection)
+        self._unidentified.pop(connection, None)
         self._selector.unregister(connection.socket.fileno())
         connection.socket.close()
 
@@ -239,6 +246,7 @@ class StoreServer:
                 connection.role = self._door.role(connection.socket, request)
             if connection.role is None:
                 raise StoreConnectionRejected
+            del self._unidentified[connection]
         assert connection.role is not None
         refused = refusal(connection.role, request)
         if refused:
