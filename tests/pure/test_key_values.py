@@ -364,3 +364,12 @@ def test_the_process_at_the_other_end_of_a_loopback_connection(monkeypatch: pyte
         monkeypatch.setattr(peer_process, "ROOT", -1)
         with pytest.raises(PeerRefused, match="a process of user"):
             peer_process.refuse_strangers(here, lambda: [os.getpid()])
+
+
+def test_nobody_is_looked_for_at_a_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects and closes at once costs a look into one table, not one at every process."""
+    monkeypatch.setattr(peer_process, "process_tree", lambda roots: pytest.fail("looked for"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.create_connection(listener.getsockname()).close()
+        with listener.accept()[0] as here, pytest.raises(PeerRefused, match="no other end"):
+            peer_process.refuse_strangers(here, lambda: [os.getpid()])

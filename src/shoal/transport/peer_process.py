@@ -22,7 +22,7 @@ def refuse_strangers(connection: socket.socket, roots: Callable[[], Collection[i
     whose parent has ended."""
     name = connection.getpeername()
     found = _find_connection(connection)
-    if found is None:
+    if found is None or not found[1]:  # a closed socket is nobody's: looking for it would be work for nothing
         raise PeerRefused(f"the connection from port {name[1]} has no other end on this machine any more")
     user, inode = found
     if user not in (os.geteuid(), ROOT):
