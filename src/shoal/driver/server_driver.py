@@ -98,7 +98,13 @@ class ServerSupervisor(WorkerSupervisor):
         super().tick()
         if filling and self._fill_at is None and not self._is_ending and self.processes.can_start:
             served = {who.worker - self.launch.size for who in self.processes.running}
-            for shard in set(range(self.launch.servers)) - served:
+            for shard in sorted(set(range(self.launch.servers)) - served):
+                # The former driver was told, and died before it wrote it down.
+                noticed = f"server {shard} ended while the run had no driver"
+                self.recorder.emit(
+                    ServerLost(shard=shard, pid=None, code=None, action="started again", detected_by=noticed)
+                )
+                self.roster.failures += 1
                 self._start_server(shard)
         self._end_unresponsive()
         running = self.processes.running
