@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.driver.failure_policy import FALSE_STARTS, WorkerRoster, worker_count_error
+from shoal.driver.failure_policy import FALSE_STARTS, NO_STARTER, WorkerRoster, unreplaced_loss, worker_count_error
 from shoal.errors import InputError
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.worker.run_config import Failure
@@ -229,3 +229,18 @@ def test_no_process_has_a_place_twice_and_none_comes_back(events: list[tuple[str
         assert not ever & set(fresh)
         ever |= set(fresh)
         assert len({who.worker for who in own.active}) == len(own.active) >= min(own.wanted, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "shards", "left", "end"),
+    [
+        ("", 1, 2, ""),
+        ("", 2, 3, ""),
+        ("no worker is left that has its state", 1, 0, f"no worker is left that has its state, and {NO_STARTER}"),
+        ("no worker has stage 1", 2, 1, f"no worker has stage 1, and {NO_STARTER}"),
+    ],
+)
+def test_a_loss_that_nobody_can_replace_ends_the_run_if_its_state_is_lost(
+    state: str, shards: int, left: int, end: str
+) -> None:
+    assert unreplaced_loss(state, shards=shards, left=left).end_reason == end

@@ -20,6 +20,17 @@ class LossDecision:
     uncovered: bool = False  # it ends because no worker is left that has some shard of the model
 
 
+NO_STARTER = "the process that starts workers is gone"
+
+
+def unreplaced_loss(state: str, *, shards: int, left: int) -> LossDecision:
+    """What becomes of the run when a worker is lost and none can be started. `state`: which of the run's state was lost
+    with it; `shards` of the model, `left`: workers."""
+    if state and (shards > 1 or not left):
+        return LossDecision("the run ends", f"{state}, and {NO_STARTER}")
+    return LossDecision(f"the others go on, since {NO_STARTER}")
+
+
 @dataclass(kw_only=True)
 class WorkerRoster:
     """The workers that should run, and the counts that decide how many may be lost."""

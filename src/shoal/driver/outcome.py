@@ -4,6 +4,7 @@ import shlex
 import signal
 from typing import Any
 
+from shoal.driver.failure_policy import NO_STARTER
 from shoal.errors import MismatchError, ShoalError, Stopped, WorkerError
 from shoal.report.aggregate import RunTally, unsaved_reason
 from shoal.report.events import WorkerExited, WorkerFailed
@@ -90,10 +91,17 @@ def _fatal_loss(incident: Incident, tally: RunTally) -> WorkerFailed:
         kind="WorkerLost",
         message="; ".join([end_text(incident), *([incident.action] if incident.ends_the_run else [])]),
         where=where,
-        fix=NEEDS_CHECKPOINTS
-        if incident.action.endswith(NO_CHECKPOINT)
-        else "--on-failure replace starts another in its place, --on-failure shrink goes on without it",
+        fix=_way_on(incident.action),
     )
+
+
+def _way_on(action: str) -> str:
+    """What to do about a loss that ended the run."""
+    if action.endswith(NO_CHECKPOINT):
+        return NEEDS_CHECKPOINTS
+    if action.endswith(NO_STARTER):
+        return "the kernel's log (dmesg) may say what killed that process"
+    return "--on-failure replace starts another in its place, --on-failure shrink goes on without it"
 
 
 def _fatal_server(incident: Incident, tally: RunTally) -> WorkerFailed:

@@ -199,7 +199,7 @@ class ServerSupervisor(WorkerSupervisor):
         elif false_starts >= FALSE_STARTS or self.roster.failures > failure.max_failures:
             action = f"the run ends: {self.roster.failures} processes were lost"
         elif not self.processes.can_start:
-            action = f"the run ends: {NO_STARTER}"
+            action = f"the run ends: {NO_SERVER_STARTER}"
         pid, log = self.processes.pids.get(ended.process), last_lines(self.recorder.folder.server_log(shard))
         noticed = self.loss_reasons.get(ended.process, "")
         lost = ServerLost(shard=shard, pid=pid, code=ended.code, log=log, action=action, detected_by=noticed)
@@ -231,7 +231,7 @@ class ServerSupervisor(WorkerSupervisor):
             self.lost_at = event.time
 
 
-NO_STARTER = "the process that starts workers and servers is gone"
+NO_SERVER_STARTER = "the process that starts workers and servers is gone"
 
 
 def unreplaced(sync_mode: str, left: int, workers: int) -> LossDecision:
@@ -239,8 +239,8 @@ def unreplaced(sync_mode: str, left: int, workers: int) -> LossDecision:
     mode = SyncMode.parse(sync_mode)
     needed = mode.quorum(workers) if mode.lockstep else 1
     if left >= needed:
-        return LossDecision(f"the others go on, since {NO_STARTER}")
-    return LossDecision("the run ends", f"{NO_STARTER}, and --sync {mode} needs {plural(needed, 'worker')}")
+        return LossDecision(f"the others go on, since {NO_SERVER_STARTER}")
+    return LossDecision("the run ends", f"{NO_SERVER_STARTER}, and --sync {mode} needs {plural(needed, 'worker')}")
 
 
 class ServerRunDriver(RunDriver):

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Collection
 
-from shoal.driver.failure_policy import LossDecision, WorkerRoster, uncovered_shards, uncovered_text
+from shoal.driver.failure_policy import LossDecision, WorkerRoster, uncovered_shards, uncovered_text, unreplaced_loss
 from shoal.driver.interrupts import Interrupts
 from shoal.driver.launchers.base import ProcessExit
 from shoal.driver.log_tail import last_lines
@@ -247,9 +247,7 @@ class WorkerSupervisor:
         if not decision.end_reason and state and not self._has_checkpoint and self.processes.can_start:
             decision = LossDecision(f"{decision.action}, and the run begins again: {state}, and {NO_CHECKPOINT}")
         if not decision.end_reason and self.next_plan is None and not self.processes.can_start:
-            decision = LossDecision("the others go on, since the process that starts workers is gone")
-            if self.launch.layout.shards > 1 and state:
-                decision = LossDecision("the run ends", f"{state}, and the process that starts workers is gone")
+            decision = unreplaced_loss(state, shards=self.launch.layout.shards, left=len(self.roster.active))
         self.recorder.emit(self._loss_event(who, code, decision))
         ends = bool(decision.end_reason) or self.next_plan is not None
         if ends:
