@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import InputError
 from shoal.report import private_folder
 from shoal.report.run_folder import RunFolder
+from shoal.transport.secret_files import kept_secret
 
 
 def mode(path: Path) -> int:
@@ -73,3 +75,21 @@ def umask() -> int:
     before = os.umask(0o022)
     os.umask(before)
     return before
+
+
+def test_secrets_do_not_follow_a_link_that_lay_in_the_folder(tmp_path: Path) -> None:
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    for folder in (elsewhere, run):
+        folder.mkdir(mode=0o755)
+    (run / "keys").symlink_to(elsewhere)
+    with pytest.raises(InputError, match="keys is a link, and secrets of user"):
+        kept_secret(run / "keys" / "manifest.key", make=True)
+    assert not list(elsewhere.iterdir()) and mode(elsewhere) == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_secrets_are_not_kept_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    os.chown(tmp_path / "keys", 65534, 65534)
+    with pytest.raises(InputError, match="keys is user 65534's"):
+        kept_secret(tmp_path / "keys" / "manifest.key", make=True)

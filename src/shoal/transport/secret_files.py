@@ -27,7 +27,15 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def make_private_folder(path: Path) -> None:
+    """Raises InputError where somebody else has put something at this place: the secrets would be theirs."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found, owners = path.lstat(), (os.geteuid(), path.parent.stat().st_uid)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners:
+        what = "is a link" if stat.S_ISLNK(found.st_mode) else f"is user {found.st_uid}'s"
+        raise InputError(
+            f"{path} {what}, and secrets of user {os.geteuid()} are to be kept there",
+            fix=f"look who put it there; rm -r {path}, or another folder for the run",
+        )
     os.chmod(path, 0o700)
 
 
