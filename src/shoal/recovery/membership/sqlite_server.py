@@ -246,7 +246,7 @@ class StoreServer:
                 connection.role = self._door.role(connection.socket, request)
             if connection.role is None:
                 raise StoreConnectionRejected
-            del self._unidentified[connection]
+            self._unidentified.pop(connection, None)
         assert connection.role is not None
         refused = refusal(connection.role, request)
         if refused:
