@@ -131,8 +131,9 @@ def test_another_driver_takes_over_before_anything_was_saved(mode: str, tmp_path
     expected, run = undisturbed(), tmp_path / "run"
 
     def act() -> None:
+        server = server_pid(run, 1)  # the driver writes it down, while it lives
         kill_driver()
-        os.kill(server_pid(run, 1), signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with Forked(call=lambda: train_with(job(Once(run, act)), config(run, detached=True, sync=mode))) as driver:

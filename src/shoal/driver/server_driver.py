@@ -94,7 +94,9 @@ class ServerSupervisor(WorkerSupervisor):
 
     def tick(self) -> None:
         """Ends processes that do not work, and asks the servers to end when no worker is left."""
-        filling = self._fill_at is not None
+        filling = self._fill_at is not None and time.monotonic() > self._fill_at
+        if filling:
+            self._record_lost_workers()
         super().tick()
         if filling and self._fill_at is None and not self._is_ending and self.processes.can_start:
             served = {who.worker - self.launch.size for who in self.processes.running}
@@ -111,6 +113,16 @@ class ServerSupervisor(WorkerSupervisor):
         if not self.asked_to_end and running and not self._running_workers() and self._fill_at is None:
             self.asked_to_end = True
             self.processes.ask_to_stop(running)
+
+    def _record_lost_workers(self) -> None:
+        """After taking over: workers of whose end the former driver was told, and died before it wrote it down."""
+        present = {who.worker for who in self.processes.running}
+        for rank in [rank for rank in self.tally.unfinished if rank not in present]:
+            who = WorkerId(rank, self.tally.membership.incarnation_of(rank))
+            self._emit_exit(ProcessExit(process=who, code=None))
+            self.loss_reasons.setdefault(who, f"worker {rank} ended while the run had no driver")
+            done = self.tally.finished or not self.processes.can_start
+            self.recorder.emit(self._loss_event(who, None, LossDecision("not replaced" if done else "replaced")))
 
     @property
     def _is_ending(self) -> bool:
