@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from helpers.fuzz_key_values import key_value_stream, take_key_values
+from helpers.fuzz_ranks import open_sealed, receive_tensors, sealed_stream, tensor_messages
 from helpers.fuzzing import FuzzTarget, changed_tree, msgpack_bytes, plain, resealed_frame
 from shoal.collectives import liveness
 from shoal.collectives.compression.parse import parse_compressor
@@ -37,7 +38,7 @@ from shoal.report import events
 from shoal.transport.decoding import decode_json
 from shoal.transport.frame_format import DTYPES, REPLY, REQUEST, BadFrame, Frame, FrameLimits, pack_prefix, packed_body
 from shoal.transport.frame_socket import ConnectionLost, SocketTransport
-from shoal.transport.identity import Role
+from shoal.transport.identity import PeerRefused, Role
 from shoal.transport.key_value_records import KeyValueRecords
 from shoal.transport.key_value_wire import MAGIC, KeyValueParser, KeyValueQuery, KeyValueRequest, encode_request
 
@@ -255,8 +256,9 @@ SERVER_REPLIES: list[messages.ServerReply] = [
     messages.EndReply("", False, 7),
 ]
 LIMITS = TableLimits(tables=16, dense_bytes=1 << 22, row_bytes=1 << 12, reply_bytes=1 << 20)
-# What a request may raise within the shard: a state that no optimizer of torch takes is refused only when it is used.
-FAILED_STATES = ("PutRequest", "PushRequest", "ApplyRequest", "TableStateRequest")
+# What a request may raise within the shard: a state that no optimizer of torch takes is refused only when it is used,
+# be it by a contribution for which an update has waited.
+FAILED_STATES = ("PutRequest", "PushRequest", "ContributeRequest", "ApplyRequest", "TableStateRequest")
 
 
 class ServedShard:
@@ -403,6 +405,8 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("etcd_reply", replies.feed, one_of(ETCD_REPLIES), (), "json"),
         FuzzTarget("key_value", answer_key_values, key_value_messages, (ValueError,)),
         FuzzTarget("frame", receive_frames, frame_bytes, (BadFrame, ConnectionLost), cost=4, seal=resealed_frame),
+        FuzzTarget("sealed", open_sealed, sealed_stream, (PeerRefused, ConnectionResetError), cost=2),
+        FuzzTarget("tensor_stream", receive_tensors, tensor_messages, (), cost=2),
         FuzzTarget("server_request", shard.feed, one_of(SERVER_REQUESTS), (BadFrame,), "msgpack", cost=4),
         FuzzTarget("server_reply", messages.decode_reply, one_of(SERVER_REPLIES), UNREADABLE, "msgpack"),
         FuzzTarget("peer_message", liveness._decode, one_of(PEER_MESSAGES), UNREADABLE, "msgpack"),

@@ -1,5 +1,6 @@
 """Two ends of one connection that prove themselves by TLS, in one thread."""
 
+import select
 import socket
 import ssl
 import time
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 from shoal.transport.credentials import Credentials
 from shoal.transport.identity import PeerIdentity, Role
+from shoal.transport.sealed_socket import SealedSocket
+from shoal.transport.secure_socket import TlsSocket
 
 
 @dataclass
@@ -17,6 +20,22 @@ class Met:
 
     client: PeerIdentity | OSError
     server: PeerIdentity | OSError
+
+
+def received(connection: TlsSocket | SealedSocket, count: int, room: int = 100_000) -> bytes:
+    """So many bytes, read with room for so many at once; fewer where the connection ends before, or after 20 s."""
+    found, buffer = bytearray(), bytearray(room)
+    until = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < until:
+        try:
+            got = connection.recv_into(buffer)
+        except BlockingIOError:
+            select.select([connection], [], [], 0.1)
+            continue
+        if not got:
+            break
+        found += buffer[:got]
+    return bytes(found)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.errors import InputError, PeerLost
 from shoal.transport.credentials import Credentials, self_issued
 from shoal.transport.identity import Role
+from shoal.transport.sealed_socket import SealedSocket
 from shoal.transport.secure_socket import TlsSocket
 
 SECRET = "a secret that all hosts of this test share"
@@ -88,9 +89,10 @@ def test_strangers_are_closed_and_the_ranks_find_each_other() -> None:
             strangers.extend(socket.create_connection(address) for _ in range(100))
             for number, stranger in enumerate(strangers[:60]):
                 stranger.sendall(os.urandom(number + 1))
-            wrong = module._HELLO.pack(1, module.Purpose.STATUS, bytes(16))
+            wrong = module._HELLO.pack(1, module.Purpose.STATUS, bytes(16), bytes(32))
             strangers[60].sendall(wrong)  # says that it is rank 1, without its token
-            strangers[61].sendall(module._HELLO.pack(0, 0, bytes.fromhex(members[0].token)))  # a rank not expected
+            unexpected = module._HELLO.pack(0, 0, bytes.fromhex(members[0].token), bytes(32))
+            strangers[61].sendall(unexpected)
 
     descriptors = len(os.listdir("/proc/self/fd"))
     found = connect_all(members, before)
@@ -103,22 +105,25 @@ def test_strangers_are_closed_and_the_ranks_find_each_other() -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # epoll of threads that end
 
 
-def test_with_credentials_all_goes_through_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_credentials_all_goes_through_tls_and_tensors_through_sealed_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     members = group_of(3, secured=True)
 
     def before(rank: int, store: Any) -> None:
         if rank == 1:  # in plain text, with the right token
             with socket.create_connection(("127.0.0.1", int(store.get("port/0")))) as plain:
-                plain.sendall(module._HELLO.pack(1, 0, bytes.fromhex(members[1].token)))
+                plain.sendall(module._HELLO.pack(1, 0, bytes.fromhex(members[1].token), bytes(32)))
                 with suppress(ConnectionResetError):
                     assert bytes.fromhex(members[0].token) not in plain.recv(100)
 
     found = connect_all(members, before)
     for each in found:
-        connections = [*each.status.values(), *each.tensors.values()]
-        assert len(connections) == 4 and all(isinstance(one, TlsSocket) for one in connections)
-        assert all(one.peer is not None and one.peer.role is Role.WORKER for one in connections)
+        status = list(each.status.values())
+        assert len(status) == 2 and all(isinstance(one, TlsSocket) for one in status)
+        assert all(one.peer is not None and one.peer.role is Role.WORKER for one in status)
+        assert len(each.tensors) == 2 and all(isinstance(one, SealedSocket) for one in each.tensors.values())
     exchange(members, found)
 
 
@@ -137,7 +142,7 @@ def by_rank(monkeypatch: pytest.MonkeyPatch, own: dict[int, Credentials]) -> Non
     ids=["foreign", "role"],
 )
 def test_a_rank_with_the_wrong_certificate_is_refused_on_all(
-    monkeypatch: pytest.MonkeyPatch, other: Credentials, reason: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: Credentials, reason: str
 ) -> None:
     by_rank(monkeypatch, {0: self_issued(SECRET, Role.WORKER, "w"), 1: other})
     with pytest.raises(PeerLost) as raised:
@@ -146,6 +151,15 @@ def test_a_rank_with_the_wrong_certificate_is_refused_on_all(
     if reason == "another secret":
         assert reason in str(raised.value)
         assert raised.value.fix is not None and "SHOAL_SECRET_FILE" in raised.value.fix, "not an address"
+    else:
+        assert "rank 0 on host0 closed the connection after the handshake" in raised.value.message
+        assert (
+            "it admits the role worker alone" in raised.value.message and "this end is viewer v" in raised.value.message
+        )
+        assert raised.value.fix is not None and "the log of rank 0 on host0 says" in raised.value.fix
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("rank 0 on host0 refused a connection: viewer v of run ")
+        assert "accepts the role worker alone" in line
 
 
 def test_members_that_cannot_trust_each_other_are_named() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from helpers.tls_pairs import received
 from shoal.transport.authority import RunAuthority
 from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import REQUEST, Frame
@@ -49,22 +50,6 @@ def connected(pair: Pair) -> tuple[TlsSocket, TlsSocket]:
     handshake(client, 5.0)
     other.join()
     return client, server
-
-
-def received(connection: TlsSocket, count: int) -> bytes:
-    found = bytearray()
-    buffer = bytearray(100_000)
-    until = time.monotonic() + 20
-    while len(found) < count and time.monotonic() < until:
-        try:
-            got = connection.recv_into(buffer)
-        except BlockingIOError:
-            select.select([connection], [], [], 0.1)
-            continue
-        if not got:
-            break
-        found += buffer[:got]
-    return bytes(found)
 
 
 def test_both_ends_know_each_other_before_a_byte_is_read(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.collectives import tcp_stream
 from shoal.collectives.handshake import GroupMember
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.shm_p2p import ANY_SOURCE
@@ -224,17 +225,74 @@ def test_what_was_sent_before_the_end_of_a_rank_arrives_and_the_rest_is_lost(end
 
 
 @pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1])
-def test_a_message_longer_than_any_memory_loses_that_rank_alone(length: int) -> None:
+@pytest.mark.parametrize("tag", [3, 4])  # one that is asked for, and another
+def test_a_message_longer_than_any_memory_loses_that_rank_alone(length: int, tag: int) -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     hub = TcpMessenger([member(0), member(1)], 0, {1: near})
     hub.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
     receive = hub.receive(torch.empty(8), 1, 3, "a test")
-    far.sendall(struct.pack("<qQ", 4, length))
+    far.sendall(struct.pack("<qQ", tag, length))
     with pytest.raises(PeerLost, match=f"rank 1: it announced a message of {length} bytes"):
         receive.wait()
     hub.close()
     far.close()
+
+
+def test_half_a_header_does_not_keep_other_ranks_from_their_messages() -> None:
+    """Rank 1 sends 5 bytes and no more; the message to rank 2 leaves all the same, while the hub waits for both."""
+    members = [member(rank) for rank in range(3)]
+    pairs = [socket.socketpair() for _ in range(2)]
+    for near, _ in pairs:
+        near.setblocking(False)
+    hub = TcpMessenger(members, 0, {1: pairs[0][0], 2: pairs[1][0]})
+    pairs[0][1].sendall(bytes(5))
+    hub.receive(torch.empty(8, dtype=torch.uint8), 1, 3, "a test")
+    sent = hub.send(values(4_000_000), 2, 4, "a test")
+
+    def read() -> None:
+        left = 4_000_000 + 16
+        while left:
+            left -= len(pairs[1][1].recv(1 << 16))
+
+    reader = in_thread(read)
+    hub.wait(sent, PATIENCE)
+    assert sent.done
+    joined(reader)
+    hub.close()
+    for _, far in pairs:
+        far.close()
+
+
+def test_messages_that_nobody_asked_for_are_held_up_to_a_limit(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that floods another loses its own connection; what is taken makes room again."""
+    monkeypatch.setattr(tcp_stream, "HELD_BYTES", 1000)
+    (other,) = ends.others
+    ends.hub.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
+    for round_number in range(3):  # 800 bytes each time
+        for tag in range(8):
+            other.send(values(100, tag), 0, tag, "a send")
+        other.send(values(1), 0, 99, "a send")
+        ends.hub.receive(torch.empty(1, dtype=torch.uint8), 1, 99, "a test").wait()
+        for tag in range(8):
+            into = torch.empty(100, dtype=torch.uint8)
+            ends.hub.receive(into, 1, tag, f"round {round_number}").wait()
+            assert torch.equal(into, values(100, tag))
+    for tag in range(11):
+        other.send(values(100, tag), 0, tag, "a send")
+    with pytest.raises(PeerLost, match="rank 1: it announced a message of 100 bytes that this rank has not asked for"):
+        ends.hub.receive(torch.empty(1, dtype=torch.uint8), 1, 99, "a test").wait()
+
+
+def test_a_message_of_another_length_than_its_receive_counts_as_not_asked_for(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_stream, "HELD_BYTES", 1000)
+    (other,) = ends.others
+    ends.hub.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
+    other.send(values(1001), 0, 3, "a send")
+    with pytest.raises(PeerLost, match="rank 1: it announced a message of 1001 bytes"):
+        ends.hub.receive(torch.empty(8, dtype=torch.uint8), 1, 3, "a test").wait()
 
 
 def test_a_rank_that_never_stops_reporting_takes_bounded_memory() -> None:

@@ -11,6 +11,7 @@ import select
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -26,14 +27,19 @@ from shoal.collectives.handshake import GroupMember, exchange_notes
 from shoal.errors import InputError, PeerLost
 from shoal.transport.addresses import is_loopback
 from shoal.transport.credentials import Credentials, credentials_from_environment
-from shoal.transport.identity import PeerRefused, Role
-from shoal.transport.secure_socket import Connection, handshake, secure
+from shoal.transport.identity import PeerRefused, PeerVanished, Role
+from shoal.transport.sealed_records import new_key
+from shoal.transport.sealed_socket import SealedSocket
+from shoal.transport.secure_socket import Connection, TlsSocket, handshake, secure
 
 CONNECT_SECONDS = 5.0  # to connect, and for a new connection to prove itself
 ADDRESS_FIX = "SHOAL_ADDRESS on each host: an address that the other hosts can reach"
 SECRET_FIX = "SHOAL_SECRET_FILE=FILE on every host, the same file of mode 0600 (shoal keys new FILE makes one)"
 MAX_STRANGERS = 64  # connections that have not proved themselves yet, beyond those of the members
-_HELLO = struct.Struct("<IB16s")  # rank, purpose, and the rank's token from the store
+MOST_NOTES = 3  # in the log, on connections that were refused
+# Each side shows its token from the store, and names the key of what it sends (sealed_records.py).
+_HELLO = struct.Struct("<IB16s32s")  # rank, purpose, token, key
+_ANSWER = struct.Struct("<16s32s")  # token, key
 
 
 class Purpose(IntEnum):
@@ -42,6 +48,11 @@ class Purpose(IntEnum):
 
 
 Key = tuple[int, Purpose]
+PeerConnection = Connection | SealedSocket
+
+
+class ClosedAfterHandshake(ConnectionResetError):
+    """The other end knows this one's certificate, and closed the connection. TLS 1.3 does not say why."""
 
 
 class PeerConnections:
@@ -85,7 +96,7 @@ def connect_peers(
     above = {key for key in keys if key[0] > rank}
     below = [key for key in keys if key[0] < rank]
     acceptor, credentials = None, None
-    connected: dict[Key, Connection] = {}
+    connected: dict[Key, PeerConnection] = {}
     try:
         try:
             credentials = credentials_from_environment()
@@ -100,8 +111,9 @@ def connect_peers(
                 break
             try:
                 limit = min(CONNECT_SECONDS, timeout.total_seconds())
-                hello = _HELLO.pack(rank, purpose, bytes.fromhex(own.token))
-                connected[peer, purpose] = _connect(members[peer], int(ports[peer]), hello, credentials, limit)
+                connected[peer, purpose] = _connect(own, members[peer], int(ports[peer]), purpose, credentials, limit)
+            except ClosedAfterHandshake as error:
+                problem = f"{own} and {members[peer]} do not trust each other: {error}\n{_log_fix(members[peer])}"
             except PeerRefused as error:
                 problem = f"{own} and {members[peer]} do not trust each other: {error}\n{SECRET_FIX}"
             except (OSError, ValueError) as error:
@@ -123,9 +135,11 @@ def connect_peers(
     return PeerConnections(connected)
 
 
-def _connect(peer: GroupMember, port: int, hello: bytes, credentials: Credentials | None, seconds: float) -> Connection:
+def _connect(
+    own: GroupMember, peer: GroupMember, port: int, purpose: Purpose, credentials: Credentials | None, seconds: float
+) -> PeerConnection:
     """Connects to a rank, shows this rank's token, and checks the other's."""
-    until = time.monotonic() + seconds
+    until, key = time.monotonic() + seconds, new_key()
     raw = socket.create_connection((peer.address, port), seconds)
     try:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,23 +149,53 @@ def _connect(peer: GroupMember, port: int, hello: bytes, credentials: Credential
         raise
     try:
         handshake(connection, seconds)
-        connection.send(hello)  # fits into the empty buffer of a new connection
-        token, answer = bytes.fromhex(peer.token), b""
-        while len(answer) < len(token):
-            try:
-                received = connection.recv(len(token) - len(answer))
-            except BlockingIOError:
-                _wait_readable(connection, until)
-                continue
-            if not received:
-                raise ConnectionResetError(None, "it closed the connection")
-            answer += received
-        if not hmac.compare_digest(answer, token):
+        try:
+            hello = _HELLO.pack(own.rank, purpose, bytes.fromhex(own.token), key)
+            token, peer_key = _ANSWER.unpack(_exchange_hello(connection, hello, until))
+        except (ConnectionResetError, BrokenPipeError, PeerVanished):
+            if credentials is None:
+                raise
+            raise ClosedAfterHandshake(_closed_text(peer, credentials)) from None
+        if not hmac.compare_digest(token, bytes.fromhex(peer.token)):
             raise ConnectionRefusedError(None, "something else than this rank listens there")
+        return _for_purpose(purpose, connection, (key, peer_key), f"{own} and {peer}")
     except BaseException:
         connection.close()
         raise
+
+
+def _for_purpose(purpose: Purpose, connection: Connection, keys: tuple[bytes, bytes], ends: str) -> PeerConnection:
+    """Tensors leave TLS for sealed records, which cost less than half as much. Keys: of this end and of the other."""
+    if purpose is Purpose.TENSORS and isinstance(connection, TlsSocket):
+        return SealedSocket(connection.detach(), *keys, ends)
     return connection
+
+
+def _exchange_hello(connection: Connection, hello: bytes, until: float) -> bytes:
+    """Shows this rank's token and key, and returns the other's."""
+    connection.send(hello)  # fits into the empty buffer of a new connection
+    answer = b""
+    while len(answer) < _ANSWER.size:
+        try:
+            received = connection.recv(_ANSWER.size - len(answer))
+        except BlockingIOError:
+            _wait_readable(connection, until)
+            continue
+        if not received:
+            raise ConnectionResetError(None, "it closed the connection")
+        answer += received
+    return answer
+
+
+def _closed_text(peer: GroupMember, credentials: Credentials) -> str:
+    return (
+        f"{peer} closed the connection after the handshake; it admits the role {Role.WORKER} alone, with a certificate "
+        f"that is not revoked, and this end is {credentials.identity}"
+    )
+
+
+def _log_fix(peer: GroupMember) -> str:
+    return f"the log of {peer} says whom it refused and why; if it says nothing, that process has ended"
 
 
 def _wait_readable(connection: Connection, until: float) -> None:
@@ -171,6 +215,8 @@ class _PeerAcceptor:
         self._accepted: dict[Key, Any] = {}
         self._strangers: dict[Any, tuple[bytes, float]] = {}  # by connection: its first bytes, and its deadline
         self._complete = threading.Event()
+        self._refused = 0
+        self._last_refusal = ""
         self._listener = socket.create_server((members[rank].address, 0), backlog=len(expected) + MAX_STRANGERS)
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -184,7 +230,8 @@ class _PeerAcceptor:
         if self._expected and not self._complete.wait(seconds):
             missing = sorted({rank for rank, _ in self._expected - self._accepted.keys()})
             names = ", ".join(str(self._members[rank]) for rank in missing)
-            raise PeerLost(f"{self._members[self._rank]} got no connection from {names} for {seconds:g} s")
+            refused = f"; it refused one: {self._last_refusal}" if self._last_refusal else ""
+            raise PeerLost(f"{self._members[self._rank]} got no connection from {names} for {seconds:g} s{refused}")
         self._stop()
         found, self._accepted = self._accepted, {}
         return found
@@ -244,27 +291,48 @@ class _PeerAcceptor:
                     raise ConnectionResetError
                 heard += received
                 self._strangers[connection] = (heard, until)
-            key = self._recognize(heard)
-            if key is None:
+            found = self._recognize(heard)
+            if found is None:
                 raise ConnectionRefusedError
-            connection.send(bytes.fromhex(self._members[self._rank].token))
+            key, peer_key = found
+            accepted = self._answer(connection, key, peer_key)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if isinstance(error, PeerRefused) and not isinstance(error, PeerVanished):
+                self._note_refusal(error)
             self._drop(selector, connection)
             return
         selector.unregister(connection)
         del self._strangers[connection]
-        self._accepted[key] = connection
+        self._accepted[key] = accepted
         if self._accepted.keys() >= self._expected:
             self._complete.set()
 
-    def _recognize(self, hello: bytes) -> Key | None:
-        peer, purpose, token = _HELLO.unpack(hello)
+    def _answer(self, connection: Any, key: Key, peer_key: bytes) -> Any:
+        """Answers a rank with this one's token and key, and returns its connection as it goes on."""
+        (peer, purpose), own, own_key = key, self._members[self._rank], new_key()
+        try:
+            connection.send(_ANSWER.pack(bytes.fromhex(own.token), own_key))
+        except BlockingIOError:  # not of a new connection, whose buffer is empty; another try would name another key
+            raise ConnectionRefusedError from None
+        return _for_purpose(purpose, connection, (own_key, peer_key), f"{own} and {self._members[peer]}")
+
+    def _note_refusal(self, error: PeerRefused) -> None:
+        """In the log of this process: the other end does not learn the reason."""
+        self._refused, self._last_refusal = self._refused + 1, str(error)[:500]
+        if self._refused <= MOST_NOTES:
+            text = f"{self._members[self._rank]} refused a connection: {self._last_refusal}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _recognize(self, hello: bytes) -> tuple[Key, bytes] | None:
+        """Who connects and what for, and the key of what it sends. None: nobody that is expected."""
+        peer, purpose, token, peer_key = _HELLO.unpack(hello)
         key = next((each for each in self._expected if each == (peer, purpose)), None)
         if key is None or key in self._accepted:
             return None
-        return key if hmac.compare_digest(token, bytes.fromhex(self._members[peer].token)) else None
+        known = hmac.compare_digest(token, bytes.fromhex(self._members[peer].token))
+        return (key, peer_key) if known else None
 
     def _drop(self, selector: selectors.BaseSelector, connection: Any) -> None:
         with suppress(KeyError, ValueError):

@@ -4,7 +4,8 @@
 
 A message leaves from the tensor's own memory, and arrives in the memory of the receive that is posted for it. A rank
 reads from another only while it has a receive for it. Until then the bytes stay with the sender, whom TCP holds back:
-so a rank buffers no more than what was sent before a message that it wants.
+so a rank holds no more than what was sent before a message that it wants, and a peer that sends too much of that is
+lost.
 """
 
 import ctypes
@@ -27,7 +28,8 @@ HEADER_BYTES = _HEADER.size
 STAGE_BYTES = 8 << 10  # read at once with a header, so that a small message takes one call of the system
 GATHER_BYTES = 64 << 10  # messages that leave in one call
 GATHER_MESSAGES = 8
-PULL_BYTES = 4 << 20  # read from one rank before the others get their turn
+HELD_BYTES, HELD_MESSAGES = 4 << 30, 1 << 16  # at most, of one rank's messages that this one has not asked for
+PULL_BYTES, PULL_TURNS = 4 << 20, 4096  # bytes and reads of one rank before the others get their turn
 _arrivals = itertools.count()
 
 
@@ -127,6 +129,7 @@ class TcpStream:
         self.sent_bytes = self.sent_messages = self.received_bytes = self.received_messages = 0
         self._posted: defaultdict[int, deque[TcpMessage]] = defaultdict(deque)  # by tag
         self._waiting = 0  # receives from this rank that are not done
+        self._held_bytes = self._held_messages = 0  # of `unexpected`
         self._arrival: TcpArrival | None = None
         self._stage = memoryview(bytearray(STAGE_BYTES))
         self._staged = (0, 0)  # start and end of the bytes behind a header that are not taken yet
@@ -147,6 +150,9 @@ class TcpStream:
             except OSError as error:
                 self._break(_loss_text(error))
                 return
+            except BaseException:  # a signal of the user's: what was sent is not counted
+                self.close("a send was interrupted")
+                raise
             if sent < size and self._plain:
                 self.writable = False
             self.sent_bytes += sent
@@ -203,19 +209,21 @@ class TcpStream:
         queue.remove(arrival)
         if not queue:
             del self.unexpected[arrival.tag]
+        self._held_bytes -= arrival.length
+        self._held_messages -= 1
 
     @property
     def due(self) -> bool:
         """Whether bytes may be there, and this rank wants some from the other."""
         if not self._waiting and not self._any_source:
             return False
-        return (self.readable or self._staged[0] < self._staged[1]) and not self.closed
+        return (self.readable or self._staged[1] - self._staged[0] >= HEADER_BYTES) and not self.closed
 
     def pull(self, awaited: TcpMessage | None = None) -> None:
         """Reads what is there, until the awaited message is done, nobody wants more, or others should have a turn."""
-        before = self.received_bytes
-        while self.due and self.received_bytes - before < PULL_BYTES:
-            arrival = self._arrival
+        before, turns = self.received_bytes, 0
+        while self.due and self.received_bytes - before < PULL_BYTES and turns < PULL_TURNS:
+            arrival, turns = self._arrival, turns + 1
             try:
                 if arrival is None:
                     arrival = self._arrival = self._begin()
@@ -227,6 +235,9 @@ class TcpStream:
             except OSError as error:
                 self.close(_loss_text(error))
                 return
+            except BaseException:  # a signal of the user's: what was read is not counted
+                self.close("a read was interrupted")
+                raise
             if arrival is not None and arrival.moved == arrival.length:
                 self._arrival = None
                 self.received_messages += 1
@@ -248,15 +259,34 @@ class TcpStream:
                 return None
         tag, length = _HEADER.unpack_from(self._stage, start)
         start += HEADER_BYTES
-        arrival = TcpArrival(tag, length, self._match(tag))
-        if arrival.receive is None:
+        receive = self._match(tag)
+        try:
+            if receive is None or receive.length != length:
+                self._check_room(length)
+            arrival = TcpArrival(tag, length, receive)
+        except OSError as error:
+            if receive is not None:  # it is no longer among those that `close` ends
+                receive.finish(lost=_loss_text(error))
+            raise
+        if receive is None:
             self.unexpected.setdefault(tag, deque()).append(arrival)
+            self._held_bytes += length
+            self._held_messages += 1
         count = min(length, end - start)
         if count:
             arrival.memory[:count] = self._stage[start : start + count]
             arrival.moved = count
         self._staged = (start + count, end)
         return arrival
+
+    def _check_room(self, length: int) -> None:
+        """Raises for a message that nobody has asked for, or not in this length, where too much of that is held. The
+        system gives memory as bytes come."""
+        if self._held_bytes + length > HELD_BYTES or self._held_messages >= HELD_MESSAGES:
+            raise OSError(
+                f"it announced a message of {length} bytes that this rank has not asked for, and a rank holds"
+                f" {HELD_MESSAGES} such messages and {HELD_BYTES >> 30} GiB of them at most"
+            )
 
     def _match(self, tag: int) -> TcpMessage | None:
         queue = self._posted.get(tag)

@@ -94,7 +94,7 @@ class TlsSocket:
         self.establish()
         sent = 0
         try:
-            while chunk := self._chunk or _next_chunk(buffers, sent):
+            while chunk := self._chunk or next_chunk(buffers, sent, CHUNK_BYTES):
                 self._chunk = chunk
                 self._tls.send(chunk)
                 sent += len(chunk)
@@ -124,13 +124,21 @@ class TlsSocket:
     def shutdown(self, how: int) -> None:
         self._tls.shutdown(how)
 
+    def detach(self) -> socket.socket:
+        """Ends TLS where both ends know that it ends, and returns the socket: sealed_socket.py goes on with it. OpenSSL
+        has read no byte behind the last record that was received; what is left of that is not lost in silence."""
+        if self._chunk or self.pending():
+            raise PeerRefused("the other end has sent more than was agreed before TLS ends")
+        return socket.socket(fileno=self._tls.detach())
+
     def close(self) -> None:
         self._chunk = b""
         self._tls.close()
 
 
-def _next_chunk(buffers: Sequence[Buffer], start: int) -> Buffer:
-    """Bytes from `start` on: a slice of a large buffer, or several small ones joined. Empty at the end."""
+def next_chunk(buffers: Sequence[Buffer], start: int, most: int) -> Buffer:
+    """What is encrypted next, from byte `start` of the buffers on: a slice of a large buffer of so many bytes at most,
+    or several small ones joined. Empty at the end."""
     joined = bytearray()
     for buffer in buffers:
         size = len(buffer)
@@ -139,12 +147,12 @@ def _next_chunk(buffers: Sequence[Buffer], start: int) -> Buffer:
             continue
         rest = memoryview(buffer)[start:]
         start = 0
-        if len(rest) >= DIRECT_BYTES and not joined:
-            return rest[:CHUNK_BYTES]
-        joined += rest[: DIRECT_BYTES - len(joined)]
+        if len(rest) >= DIRECT_BYTES:
+            return joined or rest[:most]
+        joined += rest
         if len(joined) >= DIRECT_BYTES:
             break
-    return bytes(joined)
+    return joined
 
 
 Connection = socket.socket | TlsSocket

@@ -1,0 +1,176 @@
+"""A connection that carries tensors between hosts: sealed records behind the methods of a non-blocking socket.
+
+TLS has proved who is at the other end and has carried a key for each direction; its socket then goes on here. A record
+is sealed into a buffer that leaves in one call of the system, and opened right into the memory that waits for it.
+"""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from shoal.transport.identity import PeerRefused
+from shoal.transport.sealed_records import (
+    LENGTH,
+    OVERHEAD_BYTES,
+    RECORD_BYTES,
+    Buffer,
+    RecordCipher,
+    RecordDamaged,
+    plain_length,
+)
+from shoal.transport.secure_socket import next_chunk
+from shoal.transport.tls_errors import CHANGED
+
+LEAST_READ = 16 << 10  # asked for in one call, although the record at hand needs less
+LOW_WATER = 64 << 10  # bytes to be there before a sleeping reader wakes, where a record needs as many
+_OUT_BYTES = 2 * (RECORD_BYTES + OVERHEAD_BYTES)
+_IN_BYTES = RECORD_BYTES + OVERHEAD_BYTES + LEAST_READ
+
+
+class SealedSocket:
+    """The owner of a connected socket. `ends` names both in errors."""
+
+    def __init__(self, connection: socket.socket, own_key: bytes, peer_key: bytes, ends: str = "both ends") -> None:
+        connection.setblocking(False)
+        self.family = connection.family
+        self._socket, self._ends = connection, ends
+        self._sealer, self._opener = RecordCipher(own_key), RecordCipher(peer_key)
+        self._out = memoryview(bytearray(_OUT_BYTES))
+        self._leaving = self._out[:0]  # sealed and not sent
+        self._leaving_plain = 0  # how many bytes it has for the caller
+        self._in = memoryview(bytearray(_IN_BYTES))
+        self._start = self._end = 0  # of what was read and not opened
+        self._opened = self._in[:0]  # opened and not read by the caller, who had room for less
+        self._low_water = 1
+        self._damaged: PeerRefused | None = None  # the end: the two no longer count the same records
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, data: Buffer) -> int:
+        return self.sendmsg([data])
+
+    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
+        """Sends what the peer has room for, and returns how many bytes that were. The caller offers the rest again,
+        unchanged and first: some of it may be sealed already."""
+        if self._damaged is not None:
+            raise self._damaged
+        sent = 0
+        while True:
+            if not self._leaving:
+                self._seal(buffers, sent)
+                if not self._leaving:
+                    return sent
+            try:
+                count = self._socket.send(self._leaving)
+            except BlockingIOError:
+                if sent:
+                    return sent
+                raise
+            self._leaving = self._leaving[count:]
+            if not self._leaving:
+                sent += self._leaving_plain
+
+    def _seal(self, buffers: Sequence[Buffer], start: int) -> None:
+        """A large buffer has records of its own, which open right into the memory that waits for it."""
+        end = self._leaving_plain = 0
+        while plain := next_chunk(buffers, start + self._leaving_plain, RECORD_BYTES):
+            if end + len(plain) + OVERHEAD_BYTES > _OUT_BYTES:
+                break
+            end += self._sealer.seal(plain, self._out[end:])
+            self._leaving_plain += len(plain)
+        self._leaving = self._out[:end]
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def recv(self, num_bytes: int) -> bytes:
+        buffer = bytearray(num_bytes)
+        return bytes(buffer[: self.recv_into(buffer)])
+
+    def recv_into(self, buffer: Buffer, num_bytes: int = 0) -> int:
+        """Returns bytes of one record; 0 at the end of the connection."""
+        if self._damaged is not None:
+            raise self._damaged
+        into = memoryview(buffer)[: num_bytes or None]
+        if not self._opened:
+            length = self._next_record()
+            if not length:
+                return 0
+            record = self._in[self._start + LENGTH.size : self._start + OVERHEAD_BYTES + length]
+            try:
+                opened = into[:length] if length <= len(into) else memoryview(bytearray(length))
+                self._opener.open(record, opened)
+            except RecordDamaged as error:
+                raise self._refused(error) from None
+            self._start += OVERHEAD_BYTES + length
+            if length <= len(into):
+                return length
+            self._opened = opened
+        count = min(len(into), len(self._opened))
+        into[:count] = self._opened[:count]
+        self._opened = self._opened[count:]
+        return count
+
+    def _next_record(self) -> int:
+        """Reads until a whole record is there. Returns its length; 0 at the end of the connection."""
+        while True:
+            try:
+                length = plain_length(self._in[self._start : self._end])
+            except RecordDamaged as error:
+                raise self._refused(error) from None
+            # The next record's length comes with this one, so that a reader can sleep until all of it is there.
+            needed = LENGTH.size if length is None else OVERHEAD_BYTES + length
+            have = self._end - self._start
+            if length is not None and have >= needed:
+                return length
+            wanted = max(needed - have + LENGTH.size, LEAST_READ)
+            if self._end + wanted > _IN_BYTES:
+                self._in[:have] = self._in[self._start : self._end]
+                self._start, self._end = 0, have
+                wanted = min(wanted, _IN_BYTES - have)
+            try:
+                count = self._socket.recv_into(self._in[self._end : self._end + wanted])
+            except BlockingIOError:
+                self._wake_at(min(needed - have, LOW_WATER))
+                raise
+            if not count:
+                if have:
+                    raise ConnectionResetError(None, "the connection ended within a record")
+                return 0
+            self._end += count
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """The system reports the socket as readable from so many bytes on: one call for each packet would cost more
+        than the bytes do."""
+        if num_bytes != self._low_water:
+            with suppress(OSError):  # of other families than TCP: then it wakes early
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._low_water = num_bytes
+
+    def _refused(self, error: RecordDamaged) -> PeerRefused:
+        self._damaged = PeerRefused(f"{self._ends} cannot talk: {error}; {CHANGED}")
+        return self._damaged
+
+    def pending(self) -> int:
+        """Bytes that are read from the system and not by the caller: `select` does not report them."""
+        return len(self._opened) + self._end - self._start
+
+    # -- the socket below ---------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self._socket.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int = 0) -> Any:
+        return self._socket.getsockopt(level, option, size) if size else self._socket.getsockopt(level, option)
+
+    def getpeername(self) -> Any:
+        return self._socket.getpeername()
+
+    def shutdown(self, how: int) -> None:
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        self._socket.close()
