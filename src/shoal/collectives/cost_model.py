@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol, TypedDict
 
 from shoal.collectives.topology import LEVELS, Level, RankPlace, level_setting, link_level
-from shoal.collectives.trees import GRAIN, TreeRoute, chunk_size, piece_bounds, tree_tasks
+from shoal.collectives.trees import GRAIN, TreeRoute, chunk_size, least_chunk, piece_bounds, tree_tasks
 from shoal.errors import InputError
 from shoal.numerics.lanes import Span
 
@@ -201,7 +201,9 @@ def collective_cost(
     longest = max(by_level.values(), default=0.0)
     overlapped = longest + OVERLAP_PENALTY * (sum(by_level.values()) - longest)
     piece_bytes = -(-num_bytes // len(route.parents))
-    chunks = max(1, -(-piece_bytes // (chunk_bytes or chunk_size(piece_bytes, num_bytes, bool(compress)))))
+    if chunk_bytes is None:
+        chunk_bytes = chunk_size(piece_bytes, num_bytes, bool(compress), least_chunk(slowest_bandwidth(places, links)))
+    chunks = max(1, -(-piece_bytes // chunk_bytes))
     carrying = one_by_one / chunks + overlapped * (chunks - 1) / chunks
     # Rounded, so that the order of additions does not decide between equal costs.
     return CollectiveCost(
@@ -211,6 +213,12 @@ def collective_cost(
         bottleneck=fullest,
         load=sum(by_level.values()),
     )
+
+
+def slowest_bandwidth(places: Sequence[RankPlace], links: Mapping[str, LinkSpeed]) -> float:
+    """Bytes per second of the slowest level between these ranks."""
+    levels = {link_level(places[0], place) for place in places[1:]} or {"memory"}
+    return min(_link(links, level).bandwidth for level in levels)
 
 
 def complete_assignment(

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
 from shoal.collectives.connect_peers import connect_peers
+from shoal.collectives.cost_model import slowest_bandwidth
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.message_router import BACKSTOP_SECONDS, MessageRouter, UserMessage, first_tag
@@ -29,7 +30,7 @@ from shoal.collectives.single_host import check_lengths, own_lengths
 from shoal.collectives.stats import CommStats, make_comm_stats, places_of
 from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.collectives.topology import link_level
-from shoal.collectives.trees import TreeRoute
+from shoal.collectives.trees import TreeRoute, least_chunk
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span
 
@@ -44,6 +45,7 @@ class MultiHostTransport:
         self.places = places_of(members)
         self.sequence = 0
         self.config = CommConfig.from_options(members[0].options).restrict_to(self.places)
+        self._least_chunk = least_chunk(slowest_bandwidth(self.places, self.config.links))
         self.reduce_bytes = ByteCounts()  # of all-reduce and ordered reduce
         self._largest: tuple[int, AlgorithmChoice] | None = None  # of all sums: its bytes and its last route
         self._segment = segment if segment is not None and segment.size > 1 else None
@@ -99,7 +101,7 @@ class MultiHostTransport:
     def _run_tree(
         self, route: TreeRoute, partials: Mapping[Span, Sequence[Tensor]], out: Sequence[Tensor | None], **options: Any
     ) -> None:
-        given = TreeOptions(places=self.places, pool=self._pool, **options)
+        given = TreeOptions(places=self.places, pool=self._pool, least_chunk=self._least_chunk, **options)
         TreeExecutor(self.router, route, partials, out, given).wait()
 
     # -- reductions -----------------------------------------------------------------------------------------------

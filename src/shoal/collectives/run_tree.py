@@ -27,7 +27,7 @@ from torch import Tensor
 from shoal.collectives.cost_model import complete_assignment, compressed_level
 from shoal.collectives.reduction import Combine
 from shoal.collectives.topology import Level, RankPlace, level_setting, link_level
-from shoal.collectives.trees import GRAIN, TreeRoute, TreeTask, chunk_size, piece_bounds, tree_tasks
+from shoal.collectives.trees import GRAIN, MIN_CHUNK, TreeRoute, TreeTask, chunk_size, piece_bounds, tree_tasks
 from shoal.numerics.lanes import Span
 
 RECEIVES_AHEAD = 8  # turns; also the turns after which a rank waits for its sends
@@ -104,6 +104,7 @@ class TreeOptions:
     combine: Combine = torch.add
     keep: bool = False  # do not overwrite the partial sums
     chunk_bytes: int | None = None
+    least_chunk: int = MIN_CHUNK  # where chunk_bytes is None
     places: Sequence[RankPlace] | None = None  # without, each rank is a host
     compress: Mapping[str, Codec] | None = None  # by level, for one sum per rank (`ordered=False`)
     key: Hashable = None  # identifies the tensor for the state of compressors
@@ -135,6 +136,7 @@ class TreeExecutor:
         order = _task_order(route, lanes, assignment, options.ordered)
         self._tasks, self._heights = order.tasks[rank], order.heights
         self._reduce_order, self._broadcast_order = order.reduce_order[rank], order.broadcast_order[rank]
+        self._served = order.served[rank]
 
         first = next(iter(partials.values()), None)
         shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
@@ -142,7 +144,7 @@ class TreeExecutor:
         chunk_bytes, compress = options.chunk_bytes, options.compress
         if chunk_bytes is None:
             sizes = [length * self.dtype.itemsize for length in self._lengths]
-            chunk_bytes = chunk_size(max(sizes), sum(sizes), bool(compress))
+            chunk_bytes = chunk_size(max(sizes), sum(sizes), bool(compress), options.least_chunk)
         self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         self._chunks = [-(-length // self._chunk) for length in self._lengths]
         self._turns = max(self._chunks)
@@ -292,7 +294,7 @@ class TreeExecutor:
 
     def _send_down(self, task: TreeTask, chunk: int, turn: int, payload: Tensor | None) -> None:
         result = self._result(task.piece, chunk)
-        for child, _ in reversed(task.children):  # the tallest subtree first: most ranks wait for it
+        for child in self._served[task.piece]:
             tag = self._tag(child, task.piece, "down", chunk)
             self._send(result if payload is None else payload, child, tag, turn, result.nbytes, False)
 
@@ -367,11 +369,17 @@ class TreeExecutor:
 
 @dataclass(frozen=True)
 class _TaskOrder:
-    """The tasks of a route by rank: by piece, in the order of adding, and in the order of sending down."""
+    """The tasks of a route by rank: by piece, in the order of adding, and in the order of sending down.
+
+    Where all else is equal, a rank sends to the ranks behind it in turn, so that no two begin with the same one:
+
+        rank 0: 1 2 3    rank 1: 2 3 0    rank 2: 3 0 1    rank 3: 0 1 2
+    """
 
     tasks: tuple[tuple[TreeTask, ...], ...]
     reduce_order: tuple[tuple[TreeTask, ...], ...]
     broadcast_order: tuple[tuple[TreeTask, ...], ...]
+    served: tuple[tuple[tuple[int, ...], ...], ...]  # by rank and piece, the children in the order of sending down
     widest: tuple[int, ...]  # by piece, the most sums that a rank sends to its parent
     heights: tuple[int, ...]  # by piece, stages from the farthest leaf to the root
 
@@ -380,10 +388,23 @@ class _TaskOrder:
 def _task_order(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], ordered: bool) -> _TaskOrder:
     tasks = tree_tasks(route, lanes, assignment, ordered)
     by_piece = list(zip(*tasks, strict=True))
+
+    def behind(rank: int, other: int | None) -> int:
+        return 0 if other is None else (other - rank) % len(tasks)
+
+    def served(rank: int, task: TreeTask) -> tuple[int, ...]:
+        """The tallest subtree first: most ranks wait for it."""
+        children = [child for child, _ in task.children]
+        return tuple(sorted(children, key=lambda child: (-tasks[child][task.piece].height, behind(rank, child))))
+
     return _TaskOrder(
         tasks=tasks,
-        reduce_order=tuple(tuple(sorted(own, key=lambda task: (task.height, task.piece))) for own in tasks),
+        reduce_order=tuple(
+            tuple(sorted(own, key=lambda task: (task.height, behind(rank, task.parent), task.piece)))
+            for rank, own in enumerate(tasks)
+        ),
         broadcast_order=tuple(tuple(sorted(own, key=lambda task: (task.depth, task.piece))) for own in tasks),
+        served=tuple(tuple(served(rank, task) for task in own) for rank, own in enumerate(tasks)),
         widest=tuple(max(len(task.rest) for task in piece) for piece in by_piece),
         heights=tuple(max(task.height for task in piece) for piece in by_piece),
     )

@@ -28,6 +28,7 @@ from shoal.numerics.lanes import Span, split_point, subtrees
 
 GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on the start of a slice
 MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19  # bytes of a piece in one message: worth a message; stays in cache
+SLOW_CHUNK, CHUNK_SECONDS = 1 << 16, 0.001  # on slow links a message of this time is worth one, down to so many bytes
 CHUNKS = 16  # of a piece, within these limits: so that stages overlap
 MAX_CHUNKS = 4096  # of a tensor: each is a message with its own tag
 MAX_PIECES = 4  # per rank: more would balance uneven hosts better, but take too many messages
@@ -63,9 +64,15 @@ def piece_bounds(length: int, pieces: int, grain: int = GRAIN) -> tuple[Span, ..
     return tuple(pairwise(cuts))
 
 
-def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False) -> int:
+def least_chunk(bytes_per_second: float) -> int:
+    """Bytes from which on a chunk is worth a message, by the slowest link: small chunks keep slow links busy at the
+    turn from one stage to the next."""
+    return round(min(MIN_CHUNK, max(SLOW_CHUNK, bytes_per_second * CHUNK_SECONDS)))
+
+
+def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False, least: int = MIN_CHUNK) -> int:
     """Bytes of a chunk of the largest piece. Compression makes smaller messages, so its chunks are larger."""
-    wanted = MAX_CHUNK if compressed else min(MAX_CHUNK, max(MIN_CHUNK, piece_bytes // CHUNKS))
+    wanted = MAX_CHUNK if compressed else min(MAX_CHUNK, max(least, piece_bytes // CHUNKS))
     return max(wanted, num_bytes // MAX_CHUNKS)
 
 
