@@ -37,6 +37,7 @@ SECTIONS = ("steps", "p2p", "tls")
 CELLS = ("2@10", "2@1", "2@0.2", "4@10", "4@1", "4@0.2", "blocks@1", "interleaved@1")
 ORDERS: dict[str, Order] = {"blocks": "blocks", "interleaved": "interleaved"}
 STEPS = {"10": 16, "1": 12, "0.2": 8}  # on the clock, by Gbit/s: slow ones need fewer
+WARM_UP = 13  # steps, for everyone: until Shoal has tried whether overlap pays
 PEER, OURS, INT8, DDP_ON_SHOAL, PLAINTEXT = "ddp on gloo", "shoal", "shoal int8@rack", "ddp on shoal", "without tls"
 
 # The targets, as ratios of speeds to the peer's
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _case(options: argparse.Namespace, cell: Cell) -> cases.Case:
     case = cases.make(options.case, options.quick)
-    return case if options.quick else dataclasses.replace(case, steps=STEPS.get(cell.rate, case.steps))
+    return case if options.quick else dataclasses.replace(case, steps=STEPS.get(cell.rate, case.steps), warm_up=WARM_UP)
 
 
 def _parser() -> argparse.ArgumentParser:

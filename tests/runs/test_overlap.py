@@ -12,6 +12,8 @@ from helpers.passes_job import passes_job
 from helpers.steps import mlp_data, sha256
 from shoal.driver.outcome import RunFailed
 from shoal.parallel import overlapped_reduce
+from shoal.parallel.lane_strategy import LaneStrategy
+from shoal.parallel.overlap_trial import OverlapTrial
 from shoal.parallel.overlapped_reduce import OverlappedExchange
 from shoal.testing import everything, job_for, samples_for
 
@@ -46,6 +48,19 @@ def test_recomputed_blocks_microbatches_and_uneven_shares() -> None:
 
 def test_several_passes_for_a_batch() -> None:
     assert sha256(passes_job(), 3, overlap="on") == sha256(passes_job())
+
+
+@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)])
+def test_a_trial_of_both_ways_leaves_the_bits_alone(
+    times: tuple[float, float], left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between hosts: with overlap, then without, then as was faster."""
+    monkeypatch.setattr(LaneStrategy, "several_hosts", True)
+    monkeypatch.setattr(OverlapTrial, "times", lambda trial: times)
+    job = job_for(everything, data=samples_for(everything, 64), epochs=5)  # 20 steps
+    assert sha256(job, 2) == sha256(job)
+    steps = left.read_text().count("1 0\n")  # in which worker 1's first bucket left
+    assert steps == (6 if times[1] < times[0] else 15)
 
 
 class Breaks(nn.Module):

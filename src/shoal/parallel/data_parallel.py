@@ -19,8 +19,12 @@ class DataParallel(LaneStrategy):
         return kind(self, step_input, closure)
 
     def _overlaps(self) -> bool:
-        """On one host adding is work of the same cores as the backward pass: nothing is gained there. Lanes that meet
-        at batch norms have no last one, and a model in shards has sums of its own."""
-        if self.overlap == "off" or self.synced_norms or self.groups.sharded or self._gradients_came_late:
-            return False
-        return self.overlap == "on" or self.several_hosts
+        return self._can_overlap() and (self.overlap == "on" or (self.several_hosts and self.overlap_pays))
+
+    def _overlaps_where_it_pays(self) -> bool:
+        """On one host adding is work of the same cores as the backward pass: nothing is gained there."""
+        return self.overlap == "auto" and self._can_overlap() and self.several_hosts
+
+    def _can_overlap(self) -> bool:
+        """Lanes that meet at batch norms have no last one, and a model in shards has sums of its own."""
+        return not (self.overlap == "off" or self.synced_norms or self.groups.sharded or self._gradients_came_late)

@@ -24,6 +24,7 @@ from shoal.numerics.seeds import pass_seed
 from shoal.parallel.gradient_exchange import GradientExchange, GradList, open_exchange
 from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.local_step import LocalStep
+from shoal.parallel.overlap_trial import OverlapTrial
 from shoal.parallel.overlapped_reduce import OverlappedExchange, open_overlapped
 from shoal.parallel.replica import ModelReplica
 from shoal.parallel.sharded_norm import ShardedNorm
@@ -66,6 +67,8 @@ class LaneStrategy(ABC):
         self._sharded_norm: ShardedNorm | None = None
         self._several_hosts: bool | None = None
         self._gradients_came_late = False  # in this generation: no overlap
+        self.overlap_pays = True  # as far as tried in this generation
+        self._trial: OverlapTrial | None = OverlapTrial()  # under way
 
     @property
     def group(self) -> WorkerGroup:
@@ -112,6 +115,8 @@ class LaneStrategy(ABC):
 
     def compute(self, step_input: StepInput, closure: Closure, request: int = 0) -> LocalStep:
         self.replica.follow_tied()
+        if self._trial is not None and self._overlaps_where_it_pays():
+            self._try_overlap(self._trial, step_input.backward_pass.optimizer)
         local = self._local_step(step_input, closure)
         began = time.perf_counter()
         which, replica = step_input.backward_pass, self.replica
@@ -235,6 +240,24 @@ class LaneStrategy(ABC):
         self._exchange = self._row_width = self._sharded_norm = None
         self._exchanges.clear()
         self._several_hosts, self._gradients_came_late = None, False
+        self.overlap_pays, self._trial = True, OverlapTrial()
+
+    def _try_overlap(self, trial: OverlapTrial, optimizer: str) -> None:
+        """Goes on with the trial of overlap, in the same step on all workers. Not with several optimizers, which take
+        turns, nor with compressors, which keep by bucket what they withheld."""
+        alone = list(self._exchanges) in ([], [optimizer])
+        if not alone or self.group.comm_stats().compressors:
+            self._trial, pays = None, True
+        else:
+            trial.begin_step(time.perf_counter())
+            if trial.due:
+                first, *_ = self.group.gather_rows(torch.tensor(trial.times(), dtype=torch.float64)).tolist()
+                trial.decide((first[0], first[1]))
+                self._trial = None
+            pays = trial.overlapping
+        if pays != self.overlap_pays:
+            self.overlap_pays = pays
+            self._exchanges.clear()
 
     # -- what differs by strategy -------------------------------------------------------------------------------------
 
@@ -244,6 +267,10 @@ class LaneStrategy(ABC):
 
     def _overlaps(self) -> bool:
         """Whether buckets leave during the backward pass: where the local step is an `OverlappedStep`."""
+        return False
+
+    def _overlaps_where_it_pays(self) -> bool:
+        """Whether that is for a trial to decide."""
         return False
 
     def _open_exchange(self, optimizer: str) -> GradientExchange:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shoal.errors import PlanError
 
 AXES = ("data", "pipeline", "tensor")
-WHOLE = re.compile(r"\s*[0-9]{1,9}\s*")
+WHOLE = re.compile(r"[ \t]*[0-9]{1,9}[ \t]*")
 GRAMMAR = "--layout data=2,pipeline=2,tensor=2,zero=1"
 
 
