@@ -24,6 +24,7 @@ from shoal.transport.key_value_records import KeyValueFull, KeyValueRecords
 from shoal.transport.key_value_server import KeyValueServer, own_user, serve_key_values
 from shoal.transport.key_value_wire import MAGIC, KeyValueParser, KeyValueQuery, KeyValueRequest, encode_request
 from shoal.transport.loopback_relay import LoopbackRelay
+from shoal.transport.secure_socket import Connection
 
 Q = KeyValueQuery
 SECOND = timedelta(seconds=1)
@@ -347,6 +348,25 @@ def test_a_relay_is_for_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         assert closed_by_server(stranger)
         assert relay.refused == 1
+
+
+def test_a_relay_that_gets_half_way_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The far end is connected, and its TLS cannot begin: both ends are closed."""
+    far: list[socket.socket] = []
+
+    def fail(connection: socket.socket, *args: object, **named: object) -> Connection:
+        far.append(connection)
+        raise OSError("no TLS")
+
+    monkeypatch.setattr(loopback_relay, "secure", fail)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        closing(LoopbackRelay(server.getsockname(), WORKER, (Role.DRIVER,))) as relay,
+        closing(socket.create_connection(("127.0.0.1", relay.port))) as near,
+    ):
+        assert closed_by_server(near)
+        assert relay.refused == 1 and relay.last_refusal == "no TLS"
+        assert far[0].fileno() == -1
 
 
 def test_the_process_at_the_other_end_of_a_loopback_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ Whatever one client sends costs its own connection and bounded memory; it is cou
 
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -29,6 +28,7 @@ from shoal.transport.key_value_wire import (
     KeyValueQuery,
     KeyValueRequest,
 )
+from shoal.transport.listener_thread import ListenerThread
 from shoal.transport.secure_socket import Connection, TlsSocket, secure
 
 VALIDATE_SECONDS = 10.0  # within which a connection has to send its first message
@@ -84,92 +84,41 @@ class KeyValueClient:
     waiting: KeyValueRequest | None = None
 
 
-class KeyValueServer:
+class KeyValueServer(ListenerThread[KeyValueClient]):
     def __init__(self, listener: socket.socket, admit: Admit, *, max_connections: int = MAX_CONNECTIONS) -> None:
         """Serves until `close`, which closes the listener, too."""
+        super().__init__(listener, "shoal-rendezvous")
         self.records = KeyValueRecords()
-        self.refused = 0  # strangers
         self.broken = 0  # clients that sent no message of the protocol, or wanted too much
-        self.last_refusal = ""
-        self._listener, self._admit, self._most = listener, admit, max_connections
-        self._clients: set[KeyValueClient] = set()
+        self._admit, self._most = admit, max_connections
         self._unidentified: dict[KeyValueClient, None] = {}  # have sent no first message yet; oldest first
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="shoal-rendezvous", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def num_keys(self) -> int:
         return len(self.records.values)
 
-    def close(self) -> None:
-        """Ends all connections and waits for the thread."""
-        if not self._closing:
-            self._closing = True
-            self._wake.send(b"\0")
-            self._thread.join()
-            for each in (self._wake, self._woken):
-                each.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                for key, events in self._selector.select(self._seconds_until_due()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._clients:
-                        self._serve(key.data, events)
-                self._drop_silent()
-        finally:
-            for client in list(self._clients):
-                self._drop(client)
-            self._selector.close()
-            self._listener.close()
-
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        try:
-            if len(self._clients) >= self._most:
-                raise PeerRefused(f"more than {self._most} connections")
-            stream = self._admit(connection)
-        except Exception as error:
-            self._note_refusal(error)
-            connection.close()
-            return
-        client = KeyValueClient(stream, time.monotonic())
-        self._clients.add(client)
+    def _take(self, connection: socket.socket) -> None:
+        if len(self._clients) >= self._most:
+            raise PeerRefused(f"more than {self._most} connections")
+        client = KeyValueClient(self._admit(connection), time.monotonic())
         self._unidentified[client] = None
         if len(self._unidentified) > MAX_UNIDENTIFIED:  # else strangers would use up this process's descriptors
             self.broken += 1
             self._drop(next(iter(self._unidentified)))
-        self._selector.register(stream.fileno(), selectors.EVENT_READ, client)
-
-    def _note_refusal(self, error: Exception) -> None:
-        self.refused += 1
-        self.last_refusal = str(error)[:500]
+        self._add(client)
 
     def _drop(self, client: KeyValueClient) -> None:
-        self._clients.discard(client)
         self._unidentified.pop(client, None)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(client.stream.fileno())
-        with suppress(OSError):
-            client.stream.close()
+        super()._drop(client)
 
     def _seconds_until_due(self) -> float | None:
         oldest = next(iter(self._unidentified), None)
         return None if oldest is None else max(0.0, oldest.since + VALIDATE_SECONDS - time.monotonic())
 
-    def _drop_silent(self) -> None:
+    def _look(self) -> None:
+        """Ends connections that have been silent for too long."""
         now = time.monotonic()
         for client in [each for each in self._unidentified if now >= each.since + VALIDATE_SECONDS]:
             self.broken += 1

@@ -9,12 +9,12 @@ Only this process and its descendants may connect.
 import os
 import selectors
 import socket
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.transport.credentials import Credentials
 from shoal.transport.identity import Role
+from shoal.transport.listener_thread import ListenerThread
 from shoal.transport.peer_process import refuse_strangers
 from shoal.transport.secure_socket import Connection, TlsSocket, secure
 
@@ -31,67 +31,38 @@ class RelayEnd:
     ended: bool = False  # the other end sends no more: closed once `unsent` is
 
 
-class LoopbackRelay:
+class LoopbackRelay(ListenerThread[RelayEnd]):
     def __init__(self, server: tuple[str, int], credentials: Credentials, roles: tuple[Role, ...]) -> None:
         """`roles`: that the server may have."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        super().__init__(listener, "shoal-relay")
+        self.port: int = listener.getsockname()[1]
         self._server, self._credentials, self._roles = server, credentials, roles
         self._pid = os.getpid()
-        self.refused = 0
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._ends: set[RelayEnd] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="shoal-relay", daemon=True)
-        self._thread.start()
+        self._begin()
 
-    def close(self) -> None:
-        if not self._closing:
-            self._closing = True
-            self._wake.send(b"\0")
-            self._thread.join()
-            for each in (self._wake, self._woken):
-                each.close()
+    def _take(self, connection: socket.socket) -> None:
+        refuse_strangers(connection, lambda: [self._pid])
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        near, far = RelayEnd(connection), RelayEnd(self._connect())
+        near.other, far.other = far, near
+        self._add(near)
+        self._add(far)
+        self._carry(far)  # begins the handshake
 
-    def _run(self) -> None:
+    def _connect(self) -> Connection:
+        """The far end."""
+        far = socket.create_connection(self._server, CONNECT_SECONDS)
         try:
-            while not self._closing:
-                for key, _ in self._selector.select():
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._ends:
-                        self._carry(key.data)
-        finally:
-            for end in list(self._ends):
-                self._drop(end)
-            self._selector.close()
-            self._listener.close()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        try:
-            refuse_strangers(connection, lambda: [self._pid])
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            far = socket.create_connection(self._server, CONNECT_SECONDS)
             far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            ends = RelayEnd(connection), RelayEnd(secure(far, self._credentials, server_side=False, roles=self._roles))
-        except OSError:
-            self.refused += 1
-            connection.close()
-            return
-        ends[0].other, ends[1].other = ends[1], ends[0]
-        for end in ends:
-            self._ends.add(end)
-            self._selector.register(end.stream.fileno(), selectors.EVENT_READ, end)
-        self._carry(ends[1])  # begins the handshake
+            return secure(far, self._credentials, server_side=False, roles=self._roles)
+        except BaseException:
+            far.close()
+            raise
+
+    def _serve(self, client: RelayEnd, events: int) -> None:
+        self._carry(client)
 
     def _carry(self, end: RelayEnd) -> None:
         """Reads what both ends have for each other, and sends what they take."""
@@ -148,10 +119,3 @@ class LoopbackRelay:
         for each in (end, end.other):
             if each is not None:
                 self._drop(each)
-
-    def _drop(self, end: RelayEnd) -> None:
-        self._ends.discard(end)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(end.stream.fileno())
-        with suppress(OSError):
-            end.stream.close()
