@@ -21,6 +21,7 @@ from shoal.paramserver.messages import (
     EndRequest,
     PullRequest,
     PutRequest,
+    RewindRequest,
     ServerRequest,
     SnapshotRequest,
     StatsRequest,
@@ -28,13 +29,21 @@ from shoal.paramserver.messages import (
     TableSlice,
     TaskRequest,
 )
-from shoal.paramserver.permissions import MAY_SEND, ForbiddenRequest, permitted, role_of_token, role_token, token_of
+from shoal.paramserver.permissions import (
+    MAY_SEND,
+    ForbiddenRequest,
+    claim_of_token,
+    permitted,
+    role_token,
+    token_of,
+    worker_token,
+)
 from shoal.paramserver.server import ParameterServer
 from shoal.paramserver.shard import ParameterShard
 from shoal.transport import unix_sockets
 from shoal.transport.authority import RunAuthority
 from shoal.transport.credentials import Credentials, self_issued
-from shoal.transport.identity import Role
+from shoal.transport.identity import NamedProcess, Role
 from shoal.worker.server_worker.server_process import _Refusals
 
 TOKEN = "the servers' own"
@@ -71,7 +80,7 @@ def test_a_message_that_the_table_does_not_know_is_forbidden_to_all() -> None:
 
 
 def test_what_a_worker_sets_is_guarded_whatever_it_says() -> None:
-    for request in (PutRequest([]), ApplyRequest(0, 1, [(0, 1)])):
+    for request in (PutRequest([]), ApplyRequest(0, 1, [(0, 1)]), RewindRequest(1, 0)):
         assert permitted(Role.WORKER, request).guarded  # type: ignore[attr-defined]
         assert permitted(Role.ADMIN, request) is request
 
@@ -79,11 +88,28 @@ def test_what_a_worker_sets_is_guarded_whatever_it_says() -> None:
 def test_tokens_of_roles_follow_from_the_servers_and_not_from_each_other() -> None:
     tokens = {role: role_token(TOKEN, role) for role in Role}
     assert len(set(tokens.values())) == len(Role) and all(TOKEN not in token for token in tokens.values())
-    assert {role_of_token(token) for token in tokens.values()} == set(Role)
-    assert role_of_token(TOKEN) == role_of_token("worker:short") == role_of_token("") == ""
+    assert {claim_of_token(token) for token in tokens.values()} == set(Role)
+    assert claim_of_token(TOKEN) == claim_of_token("worker:short") == claim_of_token("") == ""
     assert token_of(TOKEN, "viewer") == tokens[Role.VIEWER] and token_of(TOKEN, "") == TOKEN
-    with pytest.raises(InputError, match="is no role"):
-        token_of(TOKEN, "king")
+    for claim in (
+        "king",
+        "worker/",
+        "worker/3",
+        "worker/3.",
+        "worker/03.1",
+        "worker/3.1/2",
+        "viewer/3.1",
+        "worker/\u0663.1",
+    ):
+        with pytest.raises(InputError, match="is no role"):
+            token_of(TOKEN, claim)
+
+
+def test_the_token_of_a_worker_names_its_process() -> None:
+    tokens = [worker_token(TOKEN, NamedProcess(*each)) for each in ((0, 0), (0, 1), (1, 0), (10, 0))]
+    assert len({*tokens, role_token(TOKEN, Role.WORKER)}) == 5
+    assert [claim_of_token(token) for token in tokens] == ["worker/0.0", "worker/0.1", "worker/1.0", "worker/10.0"]
+    assert all(token_of(TOKEN, claim_of_token(token)) == token for token in tokens)
 
 
 # -- over a socket ----------------------------------------------------------------------------------------------------
@@ -147,6 +173,32 @@ def test_roles_by_token(tmp_path: Path) -> None:
             ParameterClient(server.addresses, token=role_token(TOKEN, Role.STORE))
 
 
+def process_token(worker: int, incarnation: int) -> str:
+    return worker_token(TOKEN, NamedProcess(worker, incarnation))
+
+
+def test_a_worker_speaks_for_itself_alone_by_token(tmp_path: Path) -> None:
+    """On one host, as its certificate has it between hosts; and a process that was replaced for nobody."""
+    with serving(f"unix:{tmp_path / 's'}", token=TOKEN) as server:
+        addresses = server.addresses
+        with (
+            ParameterClient(addresses, worker=9, token=TOKEN) as admin,
+            ParameterClient(addresses, worker=0, token=process_token(0, 0)) as first,
+            ParameterClient(addresses, token=role_token(TOKEN, Role.VIEWER)) as viewer,
+        ):
+            check_roles(admin, first, viewer)
+            with pytest.raises(RefusedError, match=r"worker 3\.0 came as worker 0"):
+                ParameterClient(addresses, worker=0, token=process_token(3, 0))
+            assert first.request(0, StatusRequest()).wait()[0].version == 1, "nobody has taken its place"
+            forged = "worker/0.1:" + process_token(3, 0).rpartition(":")[2]
+            with pytest.raises(RefusedError, match="a wrong token"):
+                ParameterClient(addresses, worker=0, token=forged)
+            with ParameterClient(addresses, worker=0, token=process_token(0, 1)) as replacement:
+                with pytest.raises(RefusedError, match=r"worker 0\.0 came after worker 0\.1, which has replaced it"):
+                    ParameterClient(addresses, worker=0, token=process_token(0, 0))
+                assert replacement.request(0, StatusRequest()).wait()[0].version == 1
+
+
 def test_roles_by_certificate() -> None:
     authority = RunAuthority.new("7f3a")
     issue = authority.issue
@@ -164,6 +216,10 @@ def test_roles_by_certificate() -> None:
         with ParameterClient(here, worker=0, credentials=issue(Role.WORKER, "0.1")) as worker:
             table = worker.dense("large", large)
             assert torch.equal(table.pull().wait()["w"], large["w"])
+        with pytest.raises(
+            RefusedError, match=r"worker 0\.0 of run 7f3a came after worker 0\.1, which has replaced it"
+        ):
+            ParameterClient(here, worker=0, credentials=issue(Role.WORKER, "0.0"))
         assert "another run" in disbelieved(here, RunAuthority.new("7f3a").issue(Role.WORKER, "0.0"))
         assert "does not speak TLS" in server_reasons(server, here)
 

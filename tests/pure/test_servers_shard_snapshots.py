@@ -32,6 +32,7 @@ from shoal.paramserver.messages import (
     TableSlice,
     WelcomeReply,
 )
+from shoal.paramserver.permissions import permitted
 from shoal.paramserver.replies import ShardReply
 from shoal.paramserver.rollback import MAX_POLLS, NoCommonSnapshotError, are_consistent, plan_rewind
 from shoal.paramserver.shard import ParameterShard
@@ -39,6 +40,7 @@ from shoal.paramserver.sharding import flat_layout, shard_dense
 from shoal.paramserver.snapshot import ShardSnapshot, SnapshotFolder
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
+from shoal.transport.identity import Role
 
 # -- capture, restore, rewind -----------------------------------------------------------------------------------------
 
@@ -180,6 +182,44 @@ def test_a_rewind_is_for_one_process_of_a_shard() -> None:
     assert (
         isinstance(worker.order(RewindRequest(7, 0, server_incarnation=2)).reply, AckReply) and second.generation == 7
     )
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_what_a_worker_may_rewind(tmp_path: Path, lockstep: bool) -> None:
+    """A named server process, in lockstep, to a step that has values: else a worker could have tables without values
+    again, and fill them with its own."""
+    with SnapshotFolder(tmp_path / "shard-0") as snapshots:
+        shard = ParameterShard(load_snapshot=snapshots.rewind, lockstep=lockstep)
+        worker, spec = Worker([shard]), spec_of("sgd", ONE, lr=1.0)
+
+        def keep() -> None:
+            shard.snapshot_begun()
+            snapshots.write(shard.capture())
+            shard.snapshot_done(snapshots.steps())
+
+        def rewind(generation: int, step: int, process: int = 1) -> ShardReply:
+            return worker.order(permitted(Role.WORKER, RewindRequest(generation, step, process)))
+
+        keep()  # of step 0, before the first values
+        worker.declare(spec, {"count": torch.zeros(3)})
+        for step in range(2):
+            worker.contribute(spec, step, (0, 1), {"count": torch.ones(3)})
+            worker.order(ApplyRequest(step, 1, [(0, 1)]))
+        keep()
+        assert snapshots.steps() == [0, 2]
+        if not lockstep:
+            assert "in lockstep alone" in refused(rewind(1, 2), "role")
+        else:
+            assert "to the steps [0, 2], not to step 1" in refused(rewind(1, 1), "snapshot")
+            assert "none is named" in refused(rewind(1, 2, process=0), "role")
+            assert "is too far" in refused(rewind(1 << 62, 2), "rewind")
+        assert shard.generation == 0 and snapshots.steps() == [0, 2]
+        if lockstep:
+            assert rewind((3 << 20) + 1, 2).reply == AckReply(2) and shard.generation == (3 << 20) + 1
+            assert "tables had no values yet" in refused(rewind((3 << 20) + 2, 0), "role")
+            worker.epoch = shard.generation
+            assert same(worker.pull(spec), {"count": torch.full([3], -2.0)})
+        assert isinstance(worker.order(RewindRequest((4 << 20) + 1, 0)).reply, AckReply), "the servers' owner may"
 
 
 def stood(

@@ -24,7 +24,7 @@ from shoal.paramserver.dispatcher import connect_local, token_proof
 from shoal.paramserver.futures import ReplyFuture
 from shoal.paramserver.local_transport import LocalTransport
 from shoal.paramserver.messages import ChallengeReply, ClientId, HelloRequest, RefusedReply, ServerReply, WelcomeReply
-from shoal.paramserver.permissions import FIRST_VIEWER, role_of_token
+from shoal.paramserver.permissions import FIRST_VIEWER, claim_of_token
 from shoal.paramserver.session import PendingRequest, ShardSession
 from shoal.transport.credentials import Credentials
 from shoal.transport.frame_format import REQUEST, Frame, FrameLimits
@@ -132,8 +132,8 @@ class ShardLinks:
 
     def __init__(self, addresses: Sequence[Any], options: ConnectionOptions) -> None:
         self.links = [ShardLink(address) for address in addresses]
-        self._role = role_of_token(options.token or "")
-        viewer = self._role == Role.VIEWER or (not options.token and _is_viewer(options.credentials))
+        self._claim = claim_of_token(options.token or "")
+        viewer = self._claim == Role.VIEWER or (not options.token and _is_viewer(options.credentials))
         self.client = ClientId(FIRST_VIEWER + secrets.randbits(30) if viewer else options.worker)
         self.generation = 0
         self.timeout = options.timeout
@@ -231,8 +231,8 @@ class ShardLinks:
         link.state = HELLO_SENT
         proof = token_proof(self._token, challenge.nonce) if challenge.needs_token and self._token else b""
         shared = self._shared_memory and type(transport) is SocketTransport and transport.local
-        role = self._role if proof else ""
-        hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes, role)
+        claim = self._claim if proof else ""
+        hello = HelloRequest(client.worker, client.incarnation, proof, shared, link.ring_bytes, claim)
         if type(transport) is SocketTransport:
             transport.accepts_descriptors = shared
         meta = messages.encode(hello)

@@ -24,7 +24,7 @@ from shoal.paramserver.replies import ShardReply
 from shoal.transport.credentials import SHARED_RUN
 from shoal.transport.frame_format import HELLO_LIMITS, REPLY, REQUEST, BadFrame, Frame, FrameLimits
 from shoal.transport.frame_socket import ConnectionLost, FrameTransport, SocketTransport
-from shoal.transport.identity import PeerIdentity, Role
+from shoal.transport.identity import NamedProcess, Role, named_worker
 
 REASONS_KEPT = 100
 NONCE_BYTES = 32
@@ -75,6 +75,7 @@ class RequestDispatcher:
         self.close_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # the latest
         self.close_counts: Counter[str] = Counter()  # by kind: "left", "bad frame", "refused", …
         self.changed: set[ClientConnection] = set()  # closed, or with unsent bytes
+        self._newest: dict[int, int] = {}  # worker -> incarnation of its newest process, as far as processes are named
 
     def send_challenge(self, connection: ClientConnection) -> None:
         if isinstance(connection.transport, SocketTransport):
@@ -163,12 +164,13 @@ class RequestDispatcher:
     def _proved_role(self, connection: ClientConnection, hello: HelloRequest) -> Role:
         """By the token, else by the certificate. Raises InputError for a client that proves nothing."""
         peer = connection.transport.peer if isinstance(connection.transport, SocketTransport) else None
+        process: NamedProcess | None = None
         if self._token and (hello.proof or peer is None):
-            token = permissions.token_of(self._token, hello.role)
+            token = permissions.token_of(self._token, hello.claim)
             if not hmac.compare_digest(hello.proof, token_proof(token.encode(), connection.nonce)):
                 what = "a wrong token" if hello.proof else "no token"
                 raise InputError(f"worker {hello.worker} came with {what}: this server needs the right one")
-            role = Role(hello.role) if hello.role else Role.ADMIN
+            role, process = permissions.read_claim(hello.claim) if hello.claim else (Role.ADMIN, None)
         else:
             # Who has a shared secret makes certificates of any role.
             role = Role.ADMIN if peer is None or peer.run == SHARED_RUN else peer.role
@@ -176,9 +178,23 @@ class RequestDispatcher:
             raise InputError(f"a {role} is nobody's client: {peer or hello.worker}")
         if (role == Role.VIEWER) != (hello.worker >= permissions.FIRST_VIEWER):
             raise InputError(f"a {role} came with the number {hello.worker}; viewers, and they alone, have large ones")
-        if peer is not None and not _may_be(peer, role, hello.worker):
-            raise InputError(f"{peer} came as worker {hello.worker}")
+        if role == Role.WORKER:
+            self._check_worker(process, hello.worker)
+            if peer is not None and peer.role == Role.WORKER:
+                self._check_worker(named_worker(peer.name), hello.worker, f" of run {peer.run}")
         return role
+
+    def _check_worker(self, process: NamedProcess | None, worker: int, run: str = "") -> None:
+        """Raises InputError for a process that its token or certificate names where it speaks for another worker, or
+        has been replaced."""
+        if process is None:
+            return
+        if process.worker != worker:
+            raise InputError(f"worker {process}{run} came as worker {worker}")
+        newest = self._newest.setdefault(worker, process.incarnation)
+        if process.incarnation < newest:
+            raise InputError(f"worker {process}{run} came after worker {worker}.{newest}, which has replaced it")
+        self._newest[worker] = process.incarnation
 
     def _send_welcome(self, connection: ClientConnection, hello: HelloRequest, frame: Frame) -> None:
         transport = connection.transport
@@ -216,13 +232,6 @@ class RequestDispatcher:
 def token_proof(token: bytes, nonce: bytes) -> bytes:
     """Shows that the client knows the token."""
     return hmac.digest(token, nonce, "sha256")
-
-
-def _may_be(peer: PeerIdentity, role: Role, worker: int) -> bool:
-    """A certificate of a run names its worker ("3.1"), which cannot speak for another."""
-    number, dot, incarnation = peer.name.partition(".")
-    named = peer.role == Role.WORKER and bool(dot) and number.isdigit() and incarnation.isdigit()
-    return role != Role.WORKER or not named or int(number) == worker
 
 
 # -- within one process ------------------------------------------------------------------------------------------------

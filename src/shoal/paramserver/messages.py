@@ -79,10 +79,10 @@ class HelloRequest(ServerRequest, frozen=True):
 
     worker: Count
     incarnation: Count = 0  # 0: the server grants one (shard 0 only)
-    proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token of the role
+    proof: bytes = b""  # HMAC-SHA256 of the challenge's nonce under the token
     shared_memory: bool = False  # this process runs on the server's host and accepts shared memory
     ring_bytes: Count = 0  # requested ring size each way; 0: the server's default
-    role: str = ""  # whose token it is (permissions.py); empty: the servers' own
+    claim: str = ""  # whose token it is: "viewer", "worker/3.1" (permissions.py); empty: the servers' own
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
@@ -184,11 +184,13 @@ class EndRequest(ServerRequest, frozen=True):
 
 
 class RewindRequest(ServerRequest, frozen=True):
-    """Lockstep modes, after a server was lost: restores the snapshot of a step and begins a new generation."""
+    """Lockstep modes, after a server was lost: restores the snapshot of a step and begins a new generation. `guarded`:
+    refused beyond what workers need (rollback.py); the server sets it for clients that are workers."""
 
     generation: Count
     step: Count
     server_incarnation: Count = 0  # the addressed server process; any other refuses; 0: any
+    guarded: bool = False
 
 
 # -- reads ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from shoal.paramserver.replies import CoordinatorReply, ReplyAddress, ShardReply
 from shoal.paramserver.request_checks import RequestRefused, TableLimits
 from shoal.paramserver.request_log import AppliedLeases, ClientRecord
 from shoal.paramserver.request_sequencer import HandlerResult, RequestSequencer, Tensors
+from shoal.paramserver.rollback import check_guarded
 from shoal.paramserver.snapshot import ShardSnapshot, extract_tensors, insert_tensors
 from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.tables import ShardTables
@@ -49,11 +50,13 @@ class ParameterShard(RequestSequencer):
         load_snapshot: Callable[[int], ShardSnapshot] | None = None,
         load_rows: Callable[[str], Mapping[str, Mapping[str, Tensor]]] | None = None,
         limits: TableLimits | None = None,
+        lockstep: bool = False,
     ) -> None:
         """`factories`: optimizers of tables that want the job's, by table, or under "job" for all. `load_snapshot`:
-        reads the snapshot of a step (`SnapshotFolder.rewind`). `load_rows`: reads a checkpoint's rows by its name."""
+        reads the snapshot of a step (`SnapshotFolder.rewind`). `load_rows`: reads a checkpoint's rows by its name.
+        `lockstep`: workers may rewind this shard."""
         super().__init__()
-        self.shard, self.shards, self.server_incarnation = shard, shards, server_incarnation
+        self.shard, self.shards, self.server_incarnation, self.lockstep = shard, shards, server_incarnation, lockstep
         self.coordinator = coordinator
         self.tables = ShardTables(shard, shards, factories or {}, limits)
         self.generation = 0
@@ -322,11 +325,19 @@ class ParameterShard(RequestSequencer):
                 reason = f"generation {self.generation} began at step {self._generation_step}, not at {request.step}"
                 raise RequestRefused("rewind", reason)
             return self._ack()
+        if request.guarded:
+            kept, generation = self._snapshot_steps, self.generation
+            check_guarded(request, lockstep=self.lockstep, generation=generation, kept=kept)
         if self._load_snapshot is None:
             raise RequestRefused("snapshot", f"shard {self.shard} has no snapshots", "give the servers a folder")
         self.before_rewind()
         try:
-            self._restore_tables(self._load_snapshot(request.step))
+            captured = self._load_snapshot(request.step)
+            if request.guarded and self.tables.would_lose_values(captured.values["tables"]):
+                raise RequestRefused(
+                    "role", f"a worker may not rewind to step {request.step}: tables had no values yet"
+                )
+            self._restore_tables(captured)
         except ShoalError as error:
             raise RequestRefused("snapshot", f"shard {self.shard}: {error.message}", error.fix or "") from error
         self.generation, self._generation_step, self._needs_rewind = request.generation, request.step, False

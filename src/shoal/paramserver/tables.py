@@ -360,6 +360,11 @@ class ShardTables:
             "sparse": {name: {"spec": plain(each.spec), "rows": each.capture()} for name, each in self.sparse.items()},
         }
 
+    def would_lose_values(self, captured: Mapping[str, Any]) -> bool:
+        """Whether a table that has values would have none: `captured` is from before its first ones."""
+        kept = {name for name, table in captured["dense"].items() if all(table["filled"])}
+        return any(table.ready and name not in kept for name, table in self.dense.items())
+
     def restore(self, captured: Mapping[str, Any]) -> None:
         for name, kept in captured["dense"].items():
             if name not in self.dense:

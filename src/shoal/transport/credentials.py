@@ -102,6 +102,24 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "resume the run"
             )
 
+    def check_own_time(self) -> None:
+        """Raises InputError where this certificate is not valid by the clock of this host: others would only close the
+        connection, and this end would not know why."""
+        now, here = time.time(), f"here (host {socket.gethostname()}) it is"
+        if now < self.valid_from:
+            made = clock_text(self.valid_from + VALID_BEFORE)
+            raise InputError(
+                f"clocks differ: {here} {clock_text(now)}, and the certificate of {self.identity} was made at {made} "
+                "by the clock of the run's driver",
+                fix="set the clock of the host that is wrong (timedatectl set-ntp true)",
+            )
+        if now > self.valid_until:
+            raise InputError(
+                f"the certificate of {self.identity} expired at {clock_text(self.valid_until)}, and {here} "
+                f"{clock_text(now)}",
+                fix="set the clock if it is wrong (timedatectl set-ntp true); else shoal keys rotate RUN, and resume",
+            )
+
     def save(self, path: Path) -> None:
         write_secret(path, msgspec.json.encode(self).decode())
 

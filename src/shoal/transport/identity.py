@@ -5,6 +5,7 @@ The store's process imports this module without the package: only the standard l
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Role(StrEnum):
@@ -29,6 +30,24 @@ class PeerIdentity:
 
     def __str__(self) -> str:
         return f"{self.role} {self.name} of run {self.run}"
+
+
+class NamedProcess(NamedTuple):
+    """A process of a worker, as its certificate or token names it."""
+
+    worker: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.worker}.{self.incarnation}"
+
+
+def named_worker(name: str) -> NamedProcess | None:
+    """The process that a name means: "3.1" is worker 3, incarnation 1. None: the name is of another kind."""
+    number, _, incarnation = name.partition(".")
+    if not all(each.isascii() and each.isdigit() and len(each) < 20 for each in (number, incarnation)):
+        return None
+    return NamedProcess(int(number), int(incarnation))
 
 
 class PeerRefused(ConnectionError):

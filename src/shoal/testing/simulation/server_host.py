@@ -11,6 +11,7 @@ from shoal.errors import CheckpointError
 from shoal.paramserver import messages
 from shoal.paramserver.dispatcher import ClientConnection, RequestDispatcher
 from shoal.paramserver.messages import ClientId, TableSlice
+from shoal.paramserver.permissions import permitted
 from shoal.paramserver.replies import ShardReply
 from shoal.paramserver.shard import ParameterShard
 from shoal.paramserver.snapshot import ShardSnapshot
@@ -19,6 +20,7 @@ from shoal.paramserver.step_coordinator import StepCoordinator
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.testing.simulation.servers_world import ROWS, TABLE, SimServersWorld
 from shoal.transport.frame_format import Frame
+from shoal.transport.identity import Role
 
 MAX_SNAPSHOTS = 2  # of a shard
 SETTER = ClientId(1 << 20, 1)  # declares the tables and gives their first values
@@ -44,6 +46,8 @@ class SimShard(ParameterShard):
     ) -> list[ShardReply]:
         world, applied = self.world, self.applied_tags.setdefault(client, [])
         refused = self.refused["lease"]
+        if client != SETTER:
+            request = permitted(Role.WORKER, request)
         answers = super().handle(client, tag, sequence, generation, request, tensors)
         own = next((each.reply for each in answers if each.client == client and each.tag == tag), None)
         code = own.code if isinstance(own, messages.RefusedReply) else ""
@@ -131,6 +135,7 @@ class SimServerHost:
             server_incarnation=self.incarnation,
             coordinator=coordinator,
             load_snapshot=self._rewind,
+            lockstep=world.lockstep,
         )
         self.shard.attach(world)
         self.shard.before_rewind = self._finish_write

@@ -5,6 +5,7 @@ its random numbers, its step) follows from the job and from what the servers rep
 any time. How the steps follow each other: synchronous.py, local_sgd.py, asynchronous.py.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from shoal.parallel.step import StepResult
 from shoal.paramserver.client import ClientNotice, ParameterClient, RefusedError, ServerAwayNotice, WritesLostNotice
 from shoal.paramserver.embedding import Embedding, tables_of
 from shoal.paramserver.messages import PutRequest, StatusReply
+from shoal.paramserver.permissions import TOKEN_VARIABLE
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.checkpoint.directory import FoundCheckpoint
 from shoal.report.events import PushesLost, ServerOutage
@@ -73,7 +75,7 @@ class ServerWorker(TrainingState):
         live = self.live_state({} if outer is None else {f"outer={self.sync_mode.outer}": outer})
         self.checkpoints = self.open_checkpoints(live, survives_loss=True)
         self.checkpoints.regroup(plan.workers, is_leader=True)
-        token, timeout, notify = context.token or None, self.config.communication.timeout, self._on_notice
+        token, timeout, notify = os.environ.get(TOKEN_VARIABLE), self.config.communication.timeout, self._on_notice
         self.client = ParameterClient(context.servers, worker=self.worker, token=token, timeout=timeout, notify=notify)
         self.remote = RemoteModel(self.client, plan, self.built, self.replica, self.tables)
         self.connected = True

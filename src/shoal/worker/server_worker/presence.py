@@ -46,6 +46,7 @@ class RunPresence:
         self._thread = threading.get_ident()
         self._answered = 0  # the newest `why`
         self._unneeded_since: float | None = None
+        self._present: set[WorkerId] = set()  # workers with a lease, at the last look
         self._heartbeat: Heartbeat | None = None
         self._process = WorkerProcess(
             worker_id=WorkerId(context.rank, context.incarnation),
@@ -91,6 +92,12 @@ class RunPresence:
         if self._unneeded_since is None:
             self._unneeded_since = now
         return now - self._unneeded_since > self._context.config.failure.lease
+
+    def newly_silent(self) -> set[int]:
+        """Numbers of the workers of which a process had a lease at the last look, and has none now."""
+        alive = {who for who in self._state.alive if who.worker < self._context.size}
+        lost, self._present = self._present - alive, alive
+        return {who.worker for who in lost}
 
     def close(self) -> None:
         """Gives the lease back, so that nobody takes this process for lost, and leaves how far the run has come."""

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,6 +65,7 @@ def serve_job(opened: OpenJob, context: WorkerContext, number: int) -> None:
         factories={"job": lambda named: make_optimizer(job, mode, named)},
         load_snapshot=snapshots.rewind,
         load_rows=lambda name: rows_of_shard(folder, name, number, plan.servers),
+        lockstep=mode.lockstep,
     )
     _serve(shard, context, snapshots, None if mode.lockstep else SNAPSHOT_SECONDS)
 
@@ -97,6 +98,7 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
         if now - looked_at >= LOOK_SECONDS:
             looked_at = now
             awaits.look(now)
+            _drop_silent(server, presence.newly_silent())
             if presence.abandoned():
                 return True
         if now - reported_at >= REPORT_SECONDS:
@@ -112,6 +114,14 @@ def _serve(shard: ParameterShard, context: WorkerContext, snapshots: SnapshotFol
     finally:
         server.close()
         presence.close()
+
+
+def _drop_silent(server: ParameterServer, workers: Collection[int]) -> None:
+    """Closes the connections of workers whose leases have run out: on a host that is cut off nobody else can. Others
+    get what such a worker had leased; one that lives connects again."""
+    for client, connection in list(server.dispatcher.connections.items()):
+        if client.worker in workers:
+            server.dispatcher.close_connection(connection, "left", "its lease at the run's store has run out")
 
 
 class AwaitedWorkers:
