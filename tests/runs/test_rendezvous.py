@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command import Running, write_job
+from helpers.etcd import free_ports
 from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.transport.key_value_server import KeyValueServer
 from shoal.transport.peer_process import process_tree
@@ -189,3 +190,44 @@ def test_a_run_on_one_machine_has_no_port(tmp_path: Path, monkeypatch: pytest.Mo
         done = running.end()
     assert done.code == 0, done.err
     assert not [path for path in Path("run").iterdir() if path.suffix == ".sock"]
+
+
+# Groups of one, as scripts make them, one after the other; after each the process waits until it was looked at.
+ONE = """
+import os, sys, time
+import torch, torch.distributed as dist
+ways = {"env": {}, "own port": {"rank": 0, "world_size": 1}, "tcp": {"rank": 0, "world_size": 1}}
+for number, (way, given) in enumerate(ways.items()):
+    if way == "own port":
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
+    if way == "tcp":
+        given["init_method"] = "tcp://127.0.0.1:" + sys.argv[1]
+    dist.init_process_group("gloo", **given)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.new_group().barrier()
+    assert total.item() == 1
+    open(f"made-{number}", "w").close()
+    while not os.path.exists(f"seen-{number}"):
+        time.sleep(0.02)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_with_one_worker_listens_on_loopback_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's store for a group of one would listen on all addresses, for anybody; gloo's pairs listen on loopback."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(ONE)
+    (port,) = free_ports(1)
+    with Running("run", "script.py", "--run-dir", "run", "--", str(port)) as running:
+        for number in range(3):
+            until = time.monotonic() + 60
+            while not Path(f"made-{number}").exists() and time.monotonic() < until and running.process.poll() is None:
+                time.sleep(0.05)
+            assert Path(f"made-{number}").exists()
+            found = listening(set(process_tree([running.process.pid])))
+            assert all(address.startswith("0100007F:") for address in found), found
+            assert f"0100007F:{port:04X}" not in found
+            Path(f"seen-{number}").touch()
+        done = running.end()
+    assert done.code == 0, done.err

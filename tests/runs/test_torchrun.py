@@ -86,6 +86,20 @@ def test_a_run_under_torchrun_stops_resumes_and_leaves_what_shoal_run_leaves(cal
     assert call.good("report", "torchrun").out.splitlines()[0].startswith(("ok loop.py", "✔ loop.py"))
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_begins_again(call: Caller) -> None:
+    Path("loop.py").write_text(LOOP.format(each="pass"))
+    usual = call.good("run", "loop.py", "--workers", "2", "--run-dir", "usual", "--json")
+    Path("loop.py").write_text(LOOP.format(each="assert run.step != 3"))
+    assert torchrun("run_dir").returncode != 0 and not list(Path("torchrun/checkpoints").glob("step-*"))
+    Path("loop.py").write_text(LOOP.format(each="pass"))
+    done = torchrun("resume")
+    assert done.returncode == 0 and done.stdout == "done 16\n", done.stderr
+    assert "no checkpoint was written: the run begins again from the fresh model" in done.stderr
+    assert report()["weights_sha256"] == usual.sha256
+    (resumed,) = events(Path("torchrun"), "run-resumed")
+    assert (resumed["step"], resumed["path"]) == (0, "")
+
+
 def test_the_first_rank_records_how_another_one_failed(call: Caller) -> None:
     """Without an agent the first rank holds the store itself."""
     Path("loop.py").write_text(LOOP.format(each=FAILS))

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from shoal.collectives.group import DistributedGroup, SoloGroup, WorkerGroup
 from shoal.collectives.rendezvous_store import RendezvousStore
@@ -25,6 +25,7 @@ from shoal.worker.event_channel import EventChannel
 from shoal.worker.membership import FixedMembership, RunMembership
 from shoal.worker.rendezvous import RENDEZVOUS_VARIABLE
 from shoal.worker.run_config import RunConfig
+from shoal.worker.torchrun_store import torchrun_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,6 @@ class WorkerContext:
     before_join: Callable[[], None] = lambda: None  # a script calls it before it enters the run
     restart_store: Callable[[], None] | None = None
     servers: tuple[str, ...] = ()  # addresses of parameter servers
-    token: str = ""  # that the servers ask for
 
     def membership(self) -> RunMembership:
         """The members of the run. A script that has made torch's default group itself has a fixed membership."""
@@ -104,10 +104,3 @@ def rendezvous_store() -> Store:
     if address is None:
         return torchrun_store()
     return RendezvousStore(address, credentials=credentials_from_environment() if address.startswith("tcp:") else None)
-
-
-def torchrun_store() -> Store:
-    """The store that MASTER_ADDR and MASTER_PORT name, as torchrun sets them."""
-    env = os.environ
-    hosts = int(env["RANK"]) == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["WORLD_SIZE"]), is_master=hosts)

@@ -12,16 +12,18 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.options import options_from_environment
-from shoal.errors import InputError, RunFolderError
+from shoal.errors import InputError, RunError, RunFolderError
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import RunStarted
+from shoal.report.events import RunResumed, RunStarted
+from shoal.report.live_view import event_line
 from shoal.report.run_folder import FORMAT, RunFolder
-from shoal.worker.context import WorkerContext, installed_context, torchrun_store
+from shoal.worker.context import WorkerContext, installed_context
 from shoal.worker.event_channel import EventChannel
 from shoal.worker.own_record import OwnRecord, RecordChannel, StoreChannel, StoreMailbox
 from shoal.worker.rank_watch import RankWatch
 from shoal.worker.run_config import RunConfig
 from shoal.worker.stop_notice import StopNotice
+from shoal.worker.torchrun_store import rank_and_size, torchrun_store
 
 HELD = ("checkpoints", "events.jsonl", "report.json")  # what a folder has that already holds a run
 
@@ -38,29 +40,38 @@ def current_context(folder: Path | None = None, resume: bool = False) -> WorkerC
     if folder is None:
         return WorkerContext(config=config)
     opened = _open_folder(folder, resume)
-    before = committed_floor(opened.read_events())
+    before, goes_on = committed_floor(opened.read_events()), resume and not opened.never_saved
     channel = RecordChannel(_open_record(opened, config, 1, None), lambda: False, shows_report=False)
-    return WorkerContext(folder=folder, config=config, resumed=resume, committed_before=before, channel=channel)
+    if resume and not goes_on:
+        _begin_again(channel, before)
+    return WorkerContext(folder=folder, config=config, resumed=goes_on, committed_before=before, channel=channel)
 
 
 def _launched(folder: Path | None, resume: bool, config: RunConfig) -> WorkerContext:
     """One of the ranks that torchrun has started. SIGTERM and Ctrl-C, which torchrun passes on, stop the run after its
     step, with a checkpoint."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     open_store = cache(torchrun_store)
+    rank, size = rank_and_size()
+    if size > 1:
+        open_store()  # before anything is written; SIGTERM and Ctrl-C end a rank that waits for others here
     notice = StopNotice()
     notice.install(interrupts=True)
     prefix = f"shoal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     opened, before = None, 0
+    goes_on = resume
     if rank == 0:
         opened = _open_folder(folder, resume)
         folder, before = opened.path, committed_floor(opened.read_events())
+        goes_on = resume and not opened.never_saved
     if size > 1:
-        folder = _agree_on_folder(open_store(), f"{prefix}/folder", None if opened is None else opened.path)
+        own = None if opened is None else (opened.path, goes_on)
+        folder, goes_on = _agree_on_folder(open_store(), f"{prefix}/folder", own)
     mailbox = StoreMailbox(_second_connection(open_store()), f"{prefix}/events") if size > 1 else None
     channel: EventChannel
     if opened is not None:
         channel = RecordChannel(_open_record(opened, config, size, mailbox), notice.claim, shows_report=True)
+        if resume and not goes_on:
+            _begin_again(channel, before)
     else:
         assert mailbox is not None
         channel = StoreChannel(rank, mailbox, notice.claim)
@@ -73,19 +84,33 @@ def _launched(folder: Path | None, resume: bool, config: RunConfig) -> WorkerCon
         size=size,
         folder=folder,
         config=config,
-        resumed=resume,
+        resumed=goes_on,
         committed_before=before,
         channel=channel,
         open_torch_store=open_store,
     )
 
 
-def _agree_on_folder(store: Store, key: str, own: Path | None) -> Path:
-    """The folder that the first rank has opened, on every rank."""
+def _agree_on_folder(store: Store, key: str, own: tuple[Path, bool] | None) -> tuple[Path, bool]:
+    """The folder that the first rank has opened, and whether the run goes on from a checkpoint there, on every rank."""
     if own is not None:
-        store.set(key, str(own.resolve()))
+        store.set(key, f"{own[1]:d}{own[0].resolve()}")
         return own
-    return Path(bytes(store.get(key)).decode())
+    try:
+        found = bytes(store.get(key)).decode()
+    except RuntimeError as error:
+        raise RunError(
+            f"rank 0 has not said where the run's folder is: {str(error).splitlines()[0]}",
+            fix="what rank 0 has printed says why it ended",
+        ) from None
+    return Path(found[1:]), found[0] == "1"
+
+
+def _begin_again(channel: EventChannel, committed: int) -> None:
+    """The run to go on with ended before its first checkpoint."""
+    event = RunResumed(step=0, path="", repeated=committed)
+    channel.emit(event)
+    print(event_line(event, routine=False), file=sys.stderr)
 
 
 def _second_connection(store: Store) -> Store:

@@ -132,7 +132,7 @@ class Communication(ConfigGroup):
         None, "by level (memory, host, rack): seconds of a message, and bytes per second (SHOAL_LINKS)", flag=None
     )
     overlap: Literal["auto", "on", "off"] = option(
-        "auto", "send gradients during the backward pass: auto (between hosts), on or off; the same bits"
+        "auto", "send gradients during the backward pass: auto (between hosts, where it pays), on or off; the same bits"
     )
     timeout: float = option(1800.0, "seconds to wait for other workers (1800)", "S", above=0)
 

@@ -7,8 +7,11 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from torch._C._distributed_c10d import HashStore, Store
 
 from shoal.errors import InputError, JobError
 from shoal.job.job import Job
@@ -29,6 +32,8 @@ def begin_script(context: WorkerContext) -> None:
     """Prepares the process, and reports it: a script that never joins is known by this alone."""
     use_script_signals()
     open_relay()
+    if context.size == 1:
+        keep_store_inside()
     event = ScriptStarted(
         rank=context.rank,
         pid=os.getpid(),
@@ -53,6 +58,27 @@ def open_relay() -> None:
         raise InputError(f"this process has no credentials, and the rendezvous at {address} asks for them")
     relay = LoopbackRelay(place, credentials, (Role.DRIVER,))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(relay.port)}
+
+
+def keep_store_inside() -> None:
+    """Of a script's only worker: a group of one finds its store inside the process. torch would open a server for it,
+    on all addresses and for anybody.
+
+    Groups of more members, with processes that the script starts itself, are left to torch, as under plain `python`."""
+    module = importlib.import_module("torch.distributed.rendezvous")
+    create: Callable[..., Store] = module._create_c10d_store
+
+    @functools.wraps(create)
+    def create_store(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any, **given: Any
+    ) -> Store:
+        if world_size != 1 or rank != 0:
+            return create(hostname, port, rank, world_size, timeout, *more, **given)
+        store = HashStore()
+        store.set_timeout(timeout)
+        return store
+
+    module._create_c10d_store = create_store  # type: ignore[attr-defined]
 
 
 def refuse_idle_job(script: Path, names: Mapping[str, Any]) -> None:

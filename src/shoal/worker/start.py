@@ -12,6 +12,7 @@ from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.store import RunStore
 from shoal.recovery.membership.store_access import member_access
 from shoal.report.run_folder import RunFolder
+from shoal.transport.credentials import CREDENTIALS_VARIABLE, credentials_from_environment
 from shoal.transport.identity import Role
 from shoal.worker.context import WorkerContext, rendezvous_store
 from shoal.worker.elastic_membership import LOG_ONLY
@@ -50,9 +51,11 @@ class WorkerProgram:
         try:
             if serve is None or shard < 0:
                 with reporting_failures(context, str(self.run.log(startup.rank))) as code:
+                    _check_credentials()
                     self.work(context)
             else:
                 with reporting_failures(context, str(self.run.server_log(shard))) as code:
+                    _check_credentials()
                     serve(context, shard)
         finally:
             context.channel.close()
@@ -95,6 +98,13 @@ class WorkerProgram:
     def _restart_store(self) -> None:
         if self.restarts_store:
             sqlite_client.start_server(self.run.path)
+
+
+def _check_credentials() -> None:
+    """Before anything is tried with them. A process without any is on the driver's machine."""
+    credentials = credentials_from_environment() if CREDENTIALS_VARIABLE in os.environ else None
+    if credentials is not None:
+        credentials.check_own_time()
 
 
 def _before_join(startup: WorkerStartup) -> None:
