@@ -30,8 +30,10 @@ from helpers.faults import (
     until_stored,
     until_true,
 )
+from helpers.silent_store import store_that_may_hang
 from shoal.recovery.membership import loss_watch, sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
+from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_messages import read_server_info
 from shoal.testing import dropout_net, job_for
@@ -96,6 +98,42 @@ def test_training_goes_on_while_the_store_is_away(faults: Faults) -> None:
     faults.at(ASKS, until_stored(12), step=12, worker=0)  # it leads: its own beat writes what it waits for
     faults.at(LANE, kill, step=13, worker=1)
     train(faults)
+
+
+def test_a_store_that_runs_and_does_not_answer_is_ended_and_another_goes_on(
+    faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is lost later finds the next store: without one its loss would never be decided."""
+    hang, before = store_that_may_hang(tmp_path / "marks", monkeypatch), tmp_path / "before"
+
+    def another_store() -> bool:
+        serving = read_server_info(faults.run)
+        return serving is not None and str(serving.pid) != before.read_text()
+
+    def act() -> None:
+        before.write_text(str(hang(faults.run)))
+
+    faults.at(LANE, act, step=2, worker=0)
+    faults.at(ASKS, until_true(another_store), step=6)
+    faults.at(LANE, kill, step=8, worker=1)
+    faults.at(ASKS, until(WorkerId(1, 1)), step=10)
+    train(faults)
+    (said,) = [note["text"] for note in faults.told("training-note") if "did not answer" in note["text"]]
+    assert f"(process {before.read_text()}) ran and did not answer: it was ended, and another one goes on" in said
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_the_end_of_a_run(
+    faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = store_that_may_hang(tmp_path / "marks", monkeypatch)
+
+    def act() -> None:
+        hang(faults.run)
+
+    faults.at(LANE, act, step=STEPS - 1, worker=0)
+    train(faults)
+    (hung,) = [int(path.name) for path in (tmp_path / "marks").iterdir() if path.name.isdigit()]
+    assert start_ticks(hung) is None
 
 
 def test_etcd_as_the_store(faults: Faults, etcd_port: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
+from helpers.silent_store import store_that_may_hang
 from shoal.errors import InputError, RunError
 from shoal.recovery.membership import (
     sqlite_client,
@@ -385,6 +386,27 @@ def test_stopping_ends_one_that_is_stopped_without_asking_it(folder: Path, monke
     sqlite_client.stop_server(folder)
     assert sqlite_messages.process_start_ticks(serving.pid) is None
     assert not (folder / "store.json").exists()
+
+
+def test_stopping_ends_one_that_runs_and_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked first; then it is killed, and what it had answered is there."""
+    hang, run = store_that_may_hang(tmp_path / "marks", monkeypatch), tmp_path / "run"
+    run.mkdir()
+    sqlite_client.start_server(run)
+    store = sqlite_client.connect(run)
+    store.put("a", b"1")
+    monkeypatch.setattr(sqlite_client, "RESPONSE_SECONDS", 0.2)
+    pid = hang(run)
+    with pytest.raises(StoreUnavailable, match="timed out"):
+        store.read()
+    assert sqlite_client.server_running(run), "it is not stopped: nothing but its silence shows"
+    sqlite_client.stop_server(run)
+    assert sqlite_messages.process_start_ticks(pid) is None and not sqlite_messages.is_locked(run)
+    assert not (run / "store.json").exists()
+    sqlite_client.start_server(run)
+    assert values(store) == {"a": b"1"}
+    store.close()
+    sqlite_client.stop_server(run)
 
 
 def test_another_takes_the_place_of_one_that_is_stopped(folder: Path) -> None:

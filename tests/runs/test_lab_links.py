@@ -1,87 +1,18 @@
 """Links between hosts that are lost in the middle of a run, in a lab: the others go on, and the bits stay."""
 
-import os
-import shutil
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from helpers.command import Forked, Result, events, write_job
-from shoal.driver.launchers import cleanup
+from helpers.lab_run import STEPS, LabRun, needs_lab, sha256_of, undisturbed
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="a lab needs root, ip and tc"
-)
-
-STEPS = 60
-FIELDS = f"steps={STEPS}, model=lambda: nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 3))"
-LATE = 40.0  # seconds in which anything comes that should
-
-
-class LabRun:
-    """`shoal lab … -- train …` in a process of its own, and its links."""
-
-    def __init__(self, *arguments: str, hosts: int = 2, resume: bool = False) -> None:
-        self.folder = Path("run")
-        pad = "import time; time.sleep(0.02)"
-        job = write_job(Path.cwd(), loss=pad, fields=FIELDS)
-        shape = ["lab", "--racks", "1", "--hosts", str(hosts), "--"]
-        self.command = Forked(
-            *shape, "train", job, "--resume" if resume else "--run-dir", self.folder, "--plain", *arguments
-        )
-
-    def __enter__(self) -> "LabRun":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.command.__exit__(*error)
-        cleanup.clean()
-
-    def until(self, fact: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LATE
-        while not fact():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return events(self.folder, kind) if (self.folder / "events.jsonl").exists() else []
-
-    def train_to(self, step: int) -> None:
-        self.until(lambda: any(each["step"] >= step for each in self.events("steps-committed")))
-
-    @property
-    def lab(self) -> str:
-        records = [msgspec.json.decode(path.read_bytes()) for path in cleanup.RECORDS.glob("lab-*.json")]
-        return str(next(each["id"] for each in records if each["owner"] == self.command.pid))
-
-    def link(self, host: str, state: str) -> None:
-        subprocess.run(["ip", "-n", f"shoal-{self.lab}-{host}", "link", "set", "eth0", state], check=True)
-
-    def lose_large_packets(self, host: str) -> None:
-        """As behind a tunnel with a small MTU that says nothing."""
-        small = ["rate", "1gbit", "burst", "700", "limit", "100000"]
-        device = ["tc", "-n", f"shoal-{self.lab}-{host}", "qdisc", "replace", "dev", "eth0", "root", "tbf"]
-        subprocess.run([*device, *small], check=True)
-
-    def end(self) -> Result:
-        return self.command.end()
+pytestmark = needs_lab
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("alone")
-    with Forked("train", write_job(folder, fields=FIELDS), "--run-dir", folder / "run", "--json") as command:
-        return command.end().sha256
-
-
-def sha256_of(run: Path) -> str:
-    return str(msgspec.json.decode((run / "report.json").read_bytes())["weights_sha256"])
+    return undisturbed(tmp_path_factory.mktemp("alone"))
 
 
 def test_a_link_that_is_lost_for_good_is_named_and_the_others_go_on(alone: str) -> None:
@@ -145,3 +76,49 @@ def test_a_lab_whose_owner_is_killed_ends_and_its_run_is_resumed_in_the_next(alo
     assert found.code == 0, found.err
     assert "no checkpoint was written: the run begins again from the fresh model" in found.err
     assert sha256_of(again.folder) == alone
+
+
+# -- with parameter servers, and with shards of the model ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hosts"),
+    [(("--servers", "1", "--sync", "sync"), 3), (("--layout", "pipeline=2"), 2), (("--layout", "data=2,zero=2"), 2)],
+    ids=["sync", "pipeline", "zero"],
+)
+def test_a_host_that_is_needed_is_named_and_waited_for(arguments: tuple[str, ...], hosts: int, alone: str) -> None:
+    """Its worker's replacement waits for the link; nothing was saved, so a lost shard is the fresh model's again."""
+    with LabRun("--lease", "1", *arguments, hosts=hosts) as run:
+        run.train_to(5)
+        run.link("r0h1", "down")
+        run.until(lambda: run.events("worker-lost"))
+        time.sleep(1)
+        run.link("r0h1", "up")
+        found = run.end()
+    assert found.code == 0 and sha256_of(run.folder) == alone, found.err
+    assert [(each["rank"], each["host"]) for each in run.events("worker-lost")] == [(1, "r0h1")]
+    assert "worker 1 on r0h1 cannot reach the store at 10.77.0.1:" in found.err and "look at the link" in found.err
+
+
+def test_asynchronous_workers_do_the_steps_of_one_that_is_cut_off_for_good() -> None:
+    """Its connection to the server stays open, as it seems; and its replacement hears of nothing, not even the end."""
+    with LabRun("--lease", "1", "--servers", "1", "--sync", "async", hosts=3) as run:
+        run.train_to(5)
+        run.link("r0h1", "down")
+        found = run.end()
+    assert found.code == 0, found.err
+    assert [each["rank"] for each in run.events("worker-lost")] == [1]
+    assert {each["rank"] for each in run.events("worker-finished")} == {0, 2}
+    assert max(each["step"] for each in run.events("worker-finished")) == STEPS
+    assert run.events("server-reported")[-1]["final"], "the server ended in its own time"
+
+
+def test_a_synchronous_run_without_a_worker_that_is_cut_off_for_good_ends_and_says_who() -> None:
+    """In lockstep every worker is needed, and no other host has its place."""
+    with LabRun("--lease", "1", "--timeout", "2", "--servers", "1", "--sync", "sync", hosts=2) as run:
+        run.train_to(5)
+        run.link("r0h1", "down")
+        found = run.end()
+    assert found.code == 1
+    (said,) = [line for line in found.err.splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: worker 1: the server at tcp://10.77.0.1:") and "cannot be reached since" in said

@@ -63,9 +63,10 @@ def test_a_run_on_two_hosts_leaves_its_secrets_in_keys_alone(call: Caller, monke
     assert "server-0.0" in call.good("keys", "show", "run").out
     environment = Path("environment-0.txt").read_text()
     assert "run/keys/worker-0.0.json" in environment
-    assert "'SHOAL_SERVERS_TOKEN': 'worker:" in environment, "the servers' own token is the servers'"
+    assert "'SHOAL_SERVERS_TOKEN': 'worker/0.0:" in environment, "the servers' own token is the servers'"
     assert readable_by_others(Path("run")) == {}
-    secrets = {re.search(r"'SHOAL_SERVERS_TOKEN': '([\w:]+)'", environment)[1]}  # type: ignore[index]
+    assert "'SHOAL_SERVERS_TOKEN': 'worker/1.0:" in Path("environment-1.txt").read_text(), "each worker has its own"
+    secrets = {re.search(r"'SHOAL_SERVERS_TOKEN': '([\w:/.]+)'", environment)[1]}  # type: ignore[index]
     for file in Path("run/keys").iterdir():
         text = file.read_text()
         if file.suffix == ".json":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command import Caller, Result, checkpoint_sha256, write_job
+from helpers.command import Caller, Result, checkpoint_sha256, events, write_job
 
 LOOP = """\
 import os
@@ -92,6 +92,41 @@ def test_what_is_not_saved(call: Caller) -> None:
     Path("closure").touch()
     result = call("run", "loop.py", "--workers", "2", "--run-dir", "off", "--no-save-on-error")
     assert "  nothing of step 5 was applied\n  no checkpoint was written\n" in result.err
+
+
+def assert_begins_again(shown: str) -> None:
+    assert "no checkpoint was written: the run begins again from the fresh model" in shown
+    (resumed,) = events(Path("run"), "run-resumed")
+    assert (resumed["step"], resumed["path"]) == (0, "")
+
+
+def test_a_loop_that_failed_before_its_first_checkpoint_begins_again(expected: str, call: Caller) -> None:
+    assert "fix: go on with --resume" not in fails(call, "closure", "--no-save-on-error").err
+    assert_begins_again(call.good("run", "loop.py", "--workers", "3", "--resume", "run", "--plain").err)
+    assert checkpoint_sha256(Path("run")) == expected
+    call.good("run", "loop.py", "--workers", "2", "--resume", "run")  # now it has one, and is done
+    assert [each["step"] for each in events(Path("run"), "run-resumed")] == [0, 16]
+
+
+def test_a_loop_without_a_driver_that_failed_before_its_first_checkpoint_begins_again(expected: str) -> None:
+    Path("loop.py").write_text(LOOP)
+    Path("loop").touch()
+    failed = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True)
+    assert failed.returncode != 0 and not list(Path("run").glob("checkpoints/step-*"))
+    Path("loop").unlink()
+    again = subprocess.run([sys.executable, "loop.py"], capture_output=True, text=True)
+    assert_begins_again(again.stderr)
+    assert checkpoint_sha256(Path("run")) == expected
+
+
+def test_a_job_that_failed_before_its_first_checkpoint_begins_again(call: Caller, tmp_path: Path) -> None:
+    job = write_job(tmp_path, loss=JOB_BUG)
+    expected = call.train(job).sha256
+    Path("bug").touch()
+    assert call("train", job, "--workers", "2", "--run-dir", "run", "--no-save-on-error").code == 1
+    Path("bug").unlink()
+    assert_begins_again(call.good("train", job, "--resume", "run", "--workers", "2", "--plain").err)
+    assert checkpoint_sha256(Path("run")) == expected
 
 
 def test_an_interrupted_script_without_a_driver(expected: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from shoal.collectives.handshake import host_identity
 from shoal.recovery.membership.heartbeat import MembershipState, store_key
 from shoal.recovery.membership.loss_watch import WorkerProcess
-from shoal.recovery.membership.process import process_state
+from shoal.recovery.membership.process import pid_space, process_state
 from shoal.report.stacks import GONE, SILENT, STOPPED, WorkerActivity, with_silence
 
 
@@ -21,10 +21,16 @@ def run_activities(
     return with_silence(found, asked_seconds)
 
 
+def is_visible(process: WorkerProcess) -> bool:
+    """Whether this process sees that one's id: on this host, and from a lab's machine on the lab's hosts."""
+    space = pid_space()
+    return process.host == host_identity() or (space != "" and process.pid_space == space)
+
+
 def seen_from_outside(alive: WorkerProcess, member: bool) -> WorkerActivity:
     """The activity of a process that does not answer."""
     state = SILENT
-    if alive.host == host_identity():
+    if is_visible(alive):
         seen = process_state(alive.pid, alive.started)
         state = GONE if seen is None else STOPPED if seen == "T" else SILENT
     return WorkerActivity(

@@ -4,17 +4,18 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
 
 from shoal.driver.activities import run_activities
-from shoal.driver.driver_claim import living_driver
+from shoal.driver.command_store import command_store
+from shoal.driver.driver_claim import living_driver, refuse_second_driver
 from shoal.driver.failure_policy import worker_count_error
 from shoal.driver.launch import driver_class
-from shoal.driver.launch_spec import DRIVER_PROCESS, DRIVER_STATE, LaunchSpec, read_driver_state
+from shoal.driver.launch_spec import DRIVER_PROCESS, DRIVER_STATE, DriverState, LaunchSpec, read_driver_state
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.script_control import (
@@ -29,7 +30,6 @@ from shoal.errors import InputError, RunError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
 from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest, store_key
-from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import STOPPED_STATES, current_state, process_state
 from shoal.recovery.membership.store import RunStore, StoreSnapshot, StoreUnavailable
 from shoal.report.event_queries import committed_floor
@@ -51,6 +51,9 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
         raise _served_error(folder, "its driver cannot be replaced")
     refuse_attaching_script(folder)
     state = read_driver_state(folder)
+    _refuse_ended(folder, state)
+    if not state.config.failure.detached and state.driver is not None:
+        raise refuse_second_driver(state.driver, folder.path, outlives_it=False)
     config = state.config.changed(quiet=quiet, plain=plain, tensorboard=False, log="", detached=True)
     with folder:
         monitor = StoreMonitor(folder.path, folder.id, config.failure.store, LocalHost())
@@ -86,11 +89,13 @@ def stop(folder: RunFolder) -> int:
     if never_joined(folder):
         stop_script(folder)
         return 0
-    with _store(folder) as store:
+    _refuse_ended(folder, read_driver_state(folder))
+    with command_store(folder) as store:
         state = _running(folder, store)
         store.put("request", msgspec.json.encode(msgspec.structs.replace(state.request, stop=True)))
         state = _wait_until(store, lambda state: not living_workers(state), "the workers to stop")
-        return state.committed
+        # Workers write that number to the store now and then, and save the step with which they stop.
+        return max([committed_floor(folder.read_events(), state.committed), *folder.saved_steps()])
 
 
 def scale(folder: RunFolder, workers: int) -> list[int]:
@@ -102,7 +107,8 @@ def scale(folder: RunFolder, workers: int) -> list[int]:
     refused = worker_count_error(workers, driver.config.failure, driver.started.lanes, layout.shards, layout.zero > 0)
     if refused is not None:
         raise refused
-    with _store(folder) as store:
+    _refuse_ended(folder, driver)
+    with command_store(folder) as store:
         state = _running(folder, store)
         if workers > len(state.view.members) and living_driver(store) is None:
             raise RunError(
@@ -124,15 +130,17 @@ def why(folder: RunFolder) -> list[WorkerActivity]:
         return plain
     if not (folder.path / DRIVER_STATE).exists() and (own := driverless_activities(folder)):
         return own
+    _refuse_ended(folder, read_driver_state(folder))
     try:
-        with _store(folder) as store:
+        with command_store(folder) as store:
             state = _running(folder, store)
             asked = store.put("why", str(time.time()).encode())
             answers = _answers(store, {store_key(who) for who in state.alive}, asked)
             found = run_activities(state, answers, ANSWER_SECONDS)
             return [*found, *script_activities(folder, joined={who.worker for who in state.alive})]
     except StoreUnavailable:
-        return [_activity_of(event) for event in folder.read_events() if isinstance(event, WorkerStarted)]
+        newest = {event.rank: event for event in folder.read_events() if isinstance(event, WorkerStarted)}
+        return [_activity_of(event) for event in newest.values()]
 
 
 def why_notes(folder: RunFolder) -> list[str]:
@@ -142,7 +150,7 @@ def why_notes(folder: RunFolder) -> list[str]:
     starter = paused.get(None)
     if starter is not None and starter.seconds is None and current_state(starter.pid) in STOPPED_STATES:
         notes.append(paused_text(starter))
-    with suppress(StoreUnavailable, InputError, RunFolderError), _store(folder) as store:
+    with suppress(StoreUnavailable, InputError, RunFolderError), command_store(folder) as store:
         driver = living_driver(store)
         if driver is not None and driver.stopped:
             costs = "workers go on, and nothing is shown or replaced meanwhile"
@@ -150,13 +158,14 @@ def why_notes(folder: RunFolder) -> list[str]:
     return notes
 
 
-@contextmanager
-def _store(folder: RunFolder) -> Iterator[RunStore]:
-    store = open_store(read_driver_state(folder).config.failure.store, folder.path, folder.id)
-    try:
-        yield store
-    finally:
-        store.close()
+def _refuse_ended(folder: RunFolder, state: DriverState) -> None:
+    """Raises InputError for a run that ends with its driver, as in a lab, where that is gone."""
+    if state.config.failure.detached or state.driver is None or not state.driver.gone:
+        return
+    raise InputError(
+        f"no worker of run {folder.id} is alive: the run ended with its driver, {state.driver.process}",
+        fix=f"--resume {shlex.quote(str(folder.path))} goes on with it",
+    )
 
 
 def _running(folder: RunFolder, store: RunStore) -> MembershipState:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from shoal.driver import outcome
+from shoal.driver.driver_claim import this_driver
 from shoal.driver.folder_watch import FolderWatch
 from shoal.driver.interrupts import Interrupts
 from shoal.driver.launch_spec import DRIVER_STATE, SITTING_FILES, DriverState, LaunchSpec
@@ -100,9 +101,13 @@ class RunDriver:
         )
         launch.launcher.open(program)
         if failure.elastic:
-            threads, target, resumed = launch.threads, launch.target, launch.resumed
             state = DriverState(
-                config=self.config, started=launch.started, threads=threads, target=target, resumed=resumed
+                config=self.config,
+                started=launch.started,
+                threads=launch.threads,
+                target=launch.target,
+                resumed=launch.resumed,
+                driver=this_driver(time.time()),
             )
             self.folder.write_json(self.folder.path / DRIVER_STATE, state)
 

@@ -39,13 +39,28 @@ class DriverRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.host == host_identity()
 
     @property
+    def gone(self) -> bool:
+        """Known to have ended: one on another host may have, too."""
+        return self.here and process_state(self.pid, self.began) is None
+
+    @property
     def stopped(self) -> bool:
         """By a signal, or a debugger."""
         return self.here and process_state(self.pid, self.began) in STOPPED_STATES
 
+    @property
+    def process(self) -> str:
+        return f"process {self.pid} on {self.name}"
+
     def __str__(self) -> str:
         since = f", since {time.strftime('%H:%M:%S', time.localtime(self.since))}" if self.since else ""
-        return f"process {self.pid} on {self.name}{since}"
+        return f"{self.process}{since}"
+
+
+def this_driver(since: float) -> DriverRecord:
+    pid = os.getpid()
+    began, host, name = start_ticks(pid) or "", host_identity(), socket.gethostname()
+    return DriverRecord(pid=pid, began=began, host=host, name=name, since=since)
 
 
 def living_driver(store: RunStore) -> DriverRecord | None:
@@ -53,13 +68,14 @@ def living_driver(store: RunStore) -> DriverRecord | None:
     return _living(store.read(KEY).entries)
 
 
-def refuse_second_driver(other: DriverRecord, folder: Path) -> RunFolderError:
-    """The error for a process that would drive a run that another one drives."""
+def refuse_second_driver(other: DriverRecord, folder: Path, *, outlives_it: bool = True) -> RunFolderError:
+    """The error for a process that would drive a run that another one drives. `outlives_it`: so does the run."""
     run = quote(str(folder))
     if other.stopped:
         way_on = f"kill -CONT {other.pid} (or fg in its terminal) continues it; shoal stop {run} ends the run"
         return RunFolderError(f"the run is watched over already, by {other}, which is stopped", fix=way_on)
-    fix = f"shoal why, scale and stop {run} work from anywhere; shoal attach {run} when that process is gone"
+    then = f"shoal attach {run} when that process is gone" if outlives_it else "the run ends with that process"
+    fix = f"shoal why, scale and stop {run} work from anywhere; {then}"
     return RunFolderError(f"the run is watched over already, by {other}", fix=fix)
 
 
@@ -96,11 +112,7 @@ class DriverClaim:
             self._lease = None
 
     def _swap(self, entries: Mapping[str, StoreEntry]) -> bool:
-        pid = os.getpid()
-        record = DriverRecord(
-            pid=pid, began=start_ticks(pid) or "", host=host_identity(), name=socket.gethostname(), since=self._since
-        )
-        value, before = msgspec.json.encode(record), entries.get(KEY)
+        value, before = msgspec.json.encode(this_driver(self._since)), entries.get(KEY)
         lease = self._store.grant(LEASE_SECONDS)
         if self._store.swap(KEY, value, 0 if before is None else before.revision, lease) is None:
             self._store.revoke(lease)

@@ -16,6 +16,7 @@ from shoal.driver.launchers.base import LOOPBACK, Launcher
 from shoal.driver.launchers.local import LocalLauncher
 from shoal.driver.make_plan import PreparedJob, open_job, plan_for, resolve_comm_options, resumed_folder
 from shoal.driver.result import Report
+from shoal.driver.script_control import never_joined
 from shoal.errors import InputError, PlanError, RunFolderError
 from shoal.job.job import Job
 from shoal.job.load import nearest_file
@@ -23,7 +24,7 @@ from shoal.numerics.kernels import ISA_IN_FORCE, isa_environment
 from shoal.parallel.plan import Plan
 from shoal.report.atomic_write import try_to_write
 from shoal.report.event_queries import committed_floor
-from shoal.report.events import CheckpointSaved, RunFinished, RunResumed, RunStarted
+from shoal.report.events import RunStarted
 from shoal.report.loggers.logger import Logger, open_loggers, split_loggers
 from shoal.report.run_folder import DEFAULT_ROOT, FORMAT, RunFolder
 from shoal.report.run_index import add_run
@@ -85,9 +86,7 @@ def train_opened(
             if prepared.predicted:
                 prepared.predictor().start_trace()  # while the workers start
             launch = _launch_spec(prepared, folder, name, resumed=config.checkpoint.resume is not False)
-            if launch.resumed and (launch.servers or _cut_short(folder)) and _never_saved(folder):
-                launch = replace(launch, resumed=False, begins_again=True)
-            driver = driver_class(prepared.plan.servers)(launch, folder, prepared.config)
+            driver = driver_class(prepared.plan.servers)(_or_again(launch, folder), folder, prepared.config)
             value = driver.run()
             while driver.next_plan is not None:  # the same run, with another layout
                 driver = _next_driver(prepared, driver, *driver.next_plan, name)
@@ -95,20 +94,11 @@ def train_opened(
     return Report(folder.path, value, job=opened.job)
 
 
-def _never_saved(folder: RunFolder) -> bool:
-    """Whether a run ended before its first checkpoint: a checkpoint that is missing is another matter."""
-    if any(folder.checkpoints.glob("step-" + "[0-9]" * 8)):
-        return False
-    resumed = (event.path for event in folder.read_events() if isinstance(event, CheckpointSaved | RunResumed))
-    return not any(resumed)
-
-
-def _cut_short(folder: RunFolder) -> bool:
-    """Whether the driver of the last sitting was killed: nobody wrote down how it ended."""
-    ends = [
-        isinstance(event, RunFinished) for event in folder.read_events() if isinstance(event, RunStarted | RunFinished)
-    ]
-    return bool(ends) and not ends[-1]
+def _or_again(launch: LaunchSpec, folder: RunFolder) -> LaunchSpec:
+    """A run that goes on from its checkpoint begins again where it ended before it had written one."""
+    if not launch.resumed or not folder.never_saved:
+        return launch
+    return replace(launch, resumed=False, begins_again=not never_joined(folder))
 
 
 def driver_class(servers: int) -> type[RunDriver]:
@@ -243,7 +233,7 @@ def run_with(script: Path, arguments: list[str], config: RunConfig, *, launcher:
             files={folder.config: _run_record(described, config, launcher, size)},
             serve_shard=_serve_script if servers else None,
         )
-        value = driver_class(servers)(launch, folder, config).run()
+        value = driver_class(servers)(_or_again(launch, folder), folder, config).run()
     return Report(folder.path, value, job=None)
 
 

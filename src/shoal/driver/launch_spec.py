@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.driver.driver_claim import DriverRecord
 from shoal.driver.launchers.base import LAUNCHER_SOCKET, Launcher
 from shoal.errors import InputError, RunFolderError
 from shoal.parallel.layout import ParallelLayout
@@ -68,6 +69,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     target: str | None
     resumed: bool
+    driver: DriverRecord | None = None  # who wrote this; where the run is not detached, it ends with that process
 
 
 def read_driver_state(folder: RunFolder) -> DriverState:

@@ -2,6 +2,7 @@
 
 import shlex
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.driver.failure_policy import NO_STARTER
@@ -13,7 +14,7 @@ from shoal.report.incidents import Incident
 from shoal.report.wording import end_text, exit_text, sentence
 
 NO_CHECKPOINT = "no checkpoint was written"
-NEEDS_CHECKPOINTS = "start it again; --checkpoint 10 saves every 10 steps, from which lost workers are replaced"
+NEEDS_CHECKPOINTS = "--checkpoint 10 saves every 10 steps, from which lost workers are replaced"
 LOG_LINES = 3  # of a lost worker's log
 LOST_CONNECTIONS = ("Connection closed by peer", "Connection reset by peer")  # what gloo says of a peer that is gone
 # Kinds whose message names the place.
@@ -137,13 +138,13 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
         return RunInterrupted(
             f"stopped after step {tally.step}: {report['stopped'] or 'interrupted'}",
             where=at,
-            fix=f"go on with --resume {shlex.quote(report['folder'])}" if saved else None,
+            fix=_resume_text(report, saved),
             report=report,
         )
     failure = first_cause(tally)
     if failure is None:
-        fix = f"go on with --resume {shlex.quote(report['folder'])}" if saved or report.get("servers") else None
-        return RunFailed("the run ended before it was done", where=at, fix=fix, report=report)
+        unknown = "the run ended before it was done"
+        return RunFailed(unknown, where=at, fix=_resume_text(report, saved), report=report)
     message, where = failure.message, list(failure.where)
     if failure.kind not in SELF_EXPLAINING:
         place = [_process(failure.rank, tally)]
@@ -153,8 +154,8 @@ def final_error(tally: RunTally, ended: str, report: dict[str, Any]) -> ShoalErr
     if failure.kind not in SELF_EXPLAINING or failure.kind == "NonFiniteError":
         where += [at, f"log: {report['folder']}/{_process(failure.rank, tally).replace(' ', '-')}.log"]
     fix = failure.fix
-    if failure.kind == "WorkerLost" and saved:
-        fix = f"go on with --resume {shlex.quote(report['folder'])}; {fix}"
+    if failure.kind == "WorkerLost":
+        fix = f"{_resume_text(report, saved)}; {fix}"
     elif fix is None and saved and failure.kind not in SELF_EXPLAINING:
         fix = f"mend it, then go on with --resume {shlex.quote(report['folder'])}"
         if report["command"] == "train":
@@ -202,4 +203,9 @@ def _unsaved(tally: RunTally, report: dict[str, Any]) -> ShoalError | None:
 
 
 def _saved_steps(tally: RunTally) -> list[int]:
-    return [event.step for event in (*tally.saved, tally.resumed) if event is not None]
+    return [event.step for event in (*tally.saved, tally.resumed) if event is not None and event.path]
+
+
+def _resume_text(report: dict[str, Any], saved: Sequence[int]) -> str:
+    resume = f"--resume {shlex.quote(report['folder'])}"
+    return f"go on with {resume}" if saved else f"{resume} begins again, from the fresh model"

@@ -30,7 +30,7 @@ from shoal.planner.cluster import Cluster, ClusterHost, ClusterLink, Device, Hos
 from shoal.planner.cluster.local_machine import cores, memory_bytes
 from shoal.report.events import RunStarted
 from shoal.report.run_folder import find_run
-from shoal.worker.context import torchrun_store
+from shoal.worker.torchrun_store import torchrun_store
 
 AT_ONCE = (1, 2, 4)  # workers; and one for each core
 DEADLINE_SECONDS = 600.0

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ class RunProcesses:
         self.can_start = True
         self.starter_pid: int | None = None  # of the process that starts the others, where it is one of its own
         self.variables: dict[str, str] = {}  # further ones, for the environment of every process
+        self.worker_variables: Callable[[WorkerId], Mapping[str, str]] = lambda who: {}  # and of one worker
         script = launch.started.command == "run"
         self._rendezvous = RunRendezvous(
             folder.path, self.launcher.services(), for_script=script, alone=script and launch.size == 1
@@ -71,7 +72,8 @@ class RunProcesses:
     def start_worker(self, worker: WorkerId) -> None:
         log = self.folder.log(worker.worker)
         self._log_tails.setdefault(worker.worker, LogTail(log)).reopen()
-        self.start(self.hosts[worker.worker % len(self.hosts)], worker, log, self._cores(worker.worker))
+        host, cores = self.hosts[worker.worker % len(self.hosts)], self._cores(worker.worker)
+        self.start(host, worker, log, cores, self.worker_variables(worker))
 
     def start(
         self,

@@ -3,6 +3,7 @@ processes of any script, find each other.
 
     shoal train, one machine    a Unix socket in the run's folder, no port at all
     shoal run, one machine      127.0.0.1, for processes of the run alone: MASTER_ADDR and MASTER_PORT, as of torchrun
+    shoal run, one worker       none: its group of one has a store inside the process (worker/script_process.py)
     several hosts               TCP and TLS, for workers with a certificate; a script finds it at MASTER_PORT of its own
                                 loopback, where a relay of its process listens (worker/script_process.py)
 """
@@ -29,8 +30,8 @@ QUIET_SECONDS = 5.0  # between two of them
 
 class RunRendezvous:
     def __init__(self, folder: Path, services: Host, *, for_script: bool, alone: bool) -> None:
-        """`alone`: a script's only worker opens a store itself, as under plain `python`; so do processes that it
-        starts."""
+        """`alone`: a script's only worker needs none. Processes that it starts open torch's own at MASTER_PORT, which
+        is free for them, as under plain `python`."""
         self._folder, self._services, self._for_script, self._alone = folder, services, for_script, alone
         self._server: KeyValueServer | None = None
         self._noted, self._notes, self._quiet_until = 0, 0, 0.0  # refusals that were reported

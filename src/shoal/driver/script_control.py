@@ -7,11 +7,11 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from shoal.collectives.handshake import host_identity
+from shoal.driver.command_store import command_store
 from shoal.driver.driver_claim import DriverRecord, living_driver
 from shoal.driver.launch_spec import SITTING_FILES, read_driver_state
 from shoal.errors import InputError, RunError, ShoalError
 from shoal.recovery.membership import sqlite_client
-from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import STOPPED_STATES, current_state, lives_since, process_state
 from shoal.recovery.membership.store import StoreUnavailable
 from shoal.report.events import ProcessPaused, RunStarted, ScriptStarted, WorkerStarted
@@ -120,13 +120,9 @@ def stop_script(folder: RunFolder) -> None:
 
 
 def _driver(folder: RunFolder) -> DriverRecord | None:
-    store = open_store(read_driver_state(folder).config.failure.store, folder.path, folder.id)
-    try:
+    with suppress(StoreUnavailable), command_store(folder) as store:
         return living_driver(store)
-    except StoreUnavailable:
-        return None
-    finally:
-        store.close()
+    return None
 
 
 def _end_leftovers(folder: RunFolder) -> None:

@@ -24,7 +24,7 @@ from shoal.driver.run_processes import RunProcesses
 from shoal.driver.run_recorder import RunRecorder
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.driver.supervisor import WorkerSupervisor
-from shoal.paramserver.permissions import TOKEN_VARIABLE, role_token
+from shoal.paramserver.permissions import TOKEN_VARIABLE, worker_token
 from shoal.paramserver.sync_mode import SyncMode
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
@@ -39,7 +39,7 @@ from shoal.report.events import (
 )
 from shoal.report.human import plural
 from shoal.report.run_folder import RunFolder
-from shoal.transport.identity import Role
+from shoal.transport.identity import NamedProcess
 from shoal.transport.secret_files import KEYS, SERVERS_KEY, kept_secret
 from shoal.worker.run_config import RunConfig
 from shoal.worker.start import WorkerProgram
@@ -161,8 +161,13 @@ class ServerSupervisor(WorkerSupervisor):
     def _running_workers(self) -> list[WorkerId]:
         return [process for process in self.processes.running if process.worker < self.launch.size]
 
-    def _never_joined(self, who: WorkerId) -> bool:
-        return False  # a late worker takes its part of what is left
+    def _note_done(self) -> None:
+        """Ends workers that never took part when the others are done: on a host that is cut off they hear of nothing.
+        The servers are asked to end when no worker is left."""
+        super()._note_done()
+        if self.done_at is not None and time.monotonic() - self.done_at > LATE_SECONDS:
+            for who in self._running_workers():
+                self.processes.launcher.signal(who, signal.SIGKILL)
 
     # -- exits --------------------------------------------------------------------------------------------------------
 
@@ -243,6 +248,7 @@ class ServerSupervisor(WorkerSupervisor):
             self.lost_at = event.time
 
 
+LATE_SECONDS = 1.0  # for a worker that comes when the run is done
 NO_SERVER_STARTER = "the process that starts workers and servers is gone"
 
 
@@ -272,10 +278,14 @@ class ServerRunDriver(RunDriver):
         self.sockets = folder.path.absolute() / "servers"
         self.sockets.mkdir(exist_ok=True)
         self.addresses = server_addresses(self.sockets, hosts)
+        self.processes.variables = {"SHOAL_SERVERS": ",".join(self.addresses)}
+        self.processes.worker_variables = self._worker_variables
+
+    def _worker_variables(self, who: WorkerId) -> dict[str, str]:
+        """A script's workers are clients of the user's own, and may do all; a job's are workers by name."""
         secret = self.supervisor.secret
-        # A script's workers are clients of the user's own, and may do all; a job's have the rights of workers.
-        self.token = secret if launch.started.command == "run" else role_token(secret, Role.WORKER)
-        self.processes.variables = {"SHOAL_SERVERS": ",".join(self.addresses), TOKEN_VARIABLE: self.token}
+        scripted = self.launch.started.command == "run"
+        return {TOKEN_VARIABLE: secret if scripted else worker_token(secret, NamedProcess(who.worker, who.incarnation))}
 
     def run(self) -> dict[str, Any]:
         record = self.folder.path / DRIVER_PROCESS
@@ -300,4 +310,4 @@ class ServerRunDriver(RunDriver):
 
     def worker_program(self) -> WorkerProgram:
         program = super().worker_program()
-        return replace(program, context=replace(program.context, servers=tuple(self.addresses), token=self.token))
+        return replace(program, context=replace(program.context, servers=tuple(self.addresses)))

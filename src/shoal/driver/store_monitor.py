@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.collectives.handshake import host_identity
+from shoal.driver.activities import is_visible
 from shoal.driver.driver_claim import DriverClaim
 from shoal.driver.launchers.base import Host
 from shoal.errors import RunError, RunFolderError, ShoalError
@@ -21,7 +21,7 @@ from shoal.recovery.membership.decode_records import readable_since
 from shoal.recovery.membership.heartbeat import MembershipState, RunRequest
 from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
-from shoal.recovery.membership.process import pid_space, process_state
+from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
 from shoal.recovery.membership.store_access import StoreAccess, dial
@@ -35,19 +35,15 @@ from shoal.transport.secret_files import KEYS
 
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
+UNANSWERED_SECONDS = 2.0  # after the first request without an answer: until a store that runs is ended
 MOST_NOTES = 20  # on records of the store that cannot be read
 TRIES = 50  # of a swap: workers may have swapped the view in between
 
 
 def living_workers(state: MembershipState) -> list[WorkerProcess]:
     """Workers with a lease, without those that are known to be dead: on this host, or on hosts of a lab."""
-    here, space = host_identity(), pid_space()
-
-    def dead(one: WorkerProcess) -> bool:
-        seen = one.host == here or (space != "" and one.pid_space == space)
-        return seen and process_state(one.pid, one.started) is None
-
-    return [one for one in state.alive.values() if not dead(one)]
+    alive = state.alive.values()
+    return [one for one in alive if not (is_visible(one) and process_state(one.pid, one.started) is None)]
 
 
 class StoreMonitor:
@@ -170,8 +166,8 @@ class StoreMonitor:
             self._claim.keep()
             self._write_pending()
             return [*self._new_unreadable(state), *self._outage_ended()]
-        except (StoreUnavailable, LeaseEnded):
-            return self._outage_began()
+        except (StoreUnavailable, LeaseEnded) as error:
+            return self._outage_began(isinstance(error.__cause__, TimeoutError))
 
     def _new_unreadable(self, state: MembershipState) -> list[AnyEvent]:
         """Says once of each record that it cannot be read, and of the first few only."""
@@ -247,16 +243,26 @@ class StoreMonitor:
     def _read_store(self) -> MembershipState:
         return MembershipState(self.store.read(""))
 
-    def _outage_began(self) -> list[AnyEvent]:
-        first = self._away_since is None
-        if first:
+    def _outage_began(self, unanswered: bool) -> list[AnyEvent]:
+        """`unanswered`: something may be there, and did not answer in time."""
+        found: list[AnyEvent] = []
+        if self._away_since is None:
             self._away_since, self.reachable_since = time.monotonic(), None
-        if self.address is None and not sqlite_client.server_running(self.folder):
-            with suppress(ShoalError, OSError):
-                self._start_server()
-                self._polled = 0.0
-        event = StoreOutage(rank=None, address=self.store.address)
-        return [event] if first else []
+            found.append(StoreOutage(rank=None, address=self.store.address))
+        if self.address is None:
+            if unanswered and time.monotonic() - self._away_since > UNANSWERED_SECONDS:
+                found += self._end_silent()
+            if not sqlite_client.server_running(self.folder):
+                with suppress(ShoalError, OSError):
+                    self._start_server()
+                    self._polled = 0.0
+        return found
+
+    def _end_silent(self) -> list[AnyEvent]:
+        """Ends a store that runs and does not answer, so that another one can take its place."""
+        pid = sqlite_client.kill_server(self.folder)
+        text = f"the store at {self.store.address} (process {pid}) ran and did not answer: it was ended"
+        return [] if pid is None else [TrainingNote(text=f"{text}, and another one goes on with its records")]
 
     def _outage_ended(self) -> list[AnyEvent]:
         if self._away_since is None:

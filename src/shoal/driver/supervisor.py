@@ -74,6 +74,7 @@ class WorkerSupervisor:
             self.participants.add(WorkerId(event.rank, event.incarnation))
             self.elastic = self.elastic or (event.elastic and self.config.failure.elastic)
             self.roster.worker_joined()
+        if isinstance(event, (events.WorkerStarted, events.WorkerAdded)):
             self._count_incarnation(WorkerId(event.rank, event.incarnation))
         if isinstance(event, events.WorkerFailed) and event.kind != "PeerLost":
             # A replacement that fails before it joins must not end the run.
@@ -235,8 +236,8 @@ class WorkerSupervisor:
     @property
     def _has_checkpoint(self) -> bool:
         """Looks into the folder, too: the worker that wrote a checkpoint may have died before it reported that."""
-        written = self.recorder.folder.checkpoints.glob("step-" + "[0-9]" * 8)
-        return bool(self.tally.saved) or self.tally.resumed is not None or any(written)
+        resumed = self.tally.resumed is not None and self.tally.resumed.path != ""
+        return bool(self.tally.saved) or resumed or bool(self.recorder.folder.saved_steps())
 
     def _worker_lost(self, who: WorkerId, code: int | None, state: str) -> None:
         """`state`: which of the run's state was lost with the worker; empty: none."""

@@ -394,5 +394,5 @@ def _num_lanes(event: StepsCommitted) -> int:
 def unsaved_reason(tally: RunTally) -> str:
     """Why the last step of a run was not saved; empty: it was, or no save failed."""
     lost = [event.reason for event in tally.save_failed if event.step == tally.step]
-    saved = [event.step for event in (*tally.saved, tally.resumed) if event is not None]
+    saved = [event.step for event in (*tally.saved, tally.resumed) if event is not None and event.path]
     return lost[0] if lost and tally.step not in saved else ""

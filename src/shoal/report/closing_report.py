@@ -264,9 +264,10 @@ def _next(report: Report) -> Iterator[Row]:
     saved = report["checkpoints"]
     if saved:
         yield "saved", f"step {saved[-1]['step']:,}: {saved[-1]['path']}"
-    elif report["resumed_from"] is None:
+    elif not report["resumed_from"]:
         yield "saved", "nothing: no checkpoint was written"
-        return
+        if not report["steps"]:
+            return
     if report["job"] and report["run"]:
         yield "next", _command(report, report.get("command") or "train", "--resume", _handle(report))
 

@@ -20,9 +20,11 @@ from shoal.errors import InputError, RunFolderError
 from shoal.report import atomic_write, private_folder, run_index
 from shoal.report.events import (
     AnyEvent,
+    CheckpointSaved,
     MetricsLogged,
     ModelEvaluated,
     RunFinished,
+    RunResumed,
     RunStarted,
     StepsCommitted,
     WorkerFinished,
@@ -147,6 +149,17 @@ class RunFolder:
                 with contextlib.suppress(msgspec.MsgspecError):
                     found.append(decode(line))
         return found
+
+    def saved_steps(self) -> list[int]:
+        """Of the checkpoints in the folder, intact or not."""
+        return [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-" + "[0-9]" * 8)]
+
+    @property
+    def never_saved(self) -> bool:
+        """Whether the run has written no checkpoint yet: one that is missing now is another matter."""
+        if self.saved_steps():
+            return False
+        return not any(event.path for event in self.read_events() if isinstance(event, CheckpointSaved | RunResumed))
 
     def close(self) -> None:
         self._events.close()

@@ -96,6 +96,16 @@ def stop_server(folder: Path, access: StoreAccess = ADMIN_ACCESS, *, seconds: fl
     sqlite_messages.remove_server_info(folder)
 
 
+def kill_server(folder: Path) -> int | None:
+    """Ends a server without asking it, and returns its process id; None: there is none. Its records stay on disk."""
+    found = _live_server(folder)
+    if found is None:
+        return None
+    _kill(found)
+    _wait_until(lambda: not _is_alive(found), STOP_SECONDS)
+    return found.pid
+
+
 def connect(folder: Path, access: StoreAccess = ADMIN_ACCESS) -> "SqliteStore":
     """A client of the folder's server, which may start later."""
     return SqliteStore(folder, access)
@@ -260,8 +270,7 @@ def _end_stopped(folder: Path) -> None:
     """Ends a server that is stopped: it holds the lock, and its records are on disk."""
     found = _live_server(folder)
     if found is not None and _is_stopped(found):
-        _kill(found)
-        _wait_until(lambda: not _is_alive(found), STOP_SECONDS)
+        kill_server(folder)
 
 
 def _kill(serving: StoreServerInfo) -> None:
