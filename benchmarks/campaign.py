@@ -2,9 +2,10 @@
 
 Every mode of training × every kind of process × SIGKILL, SIGSTOP for good, SIGSTOP and SIGCONT, at moments that a seed
 decides. Each run is judged by itself: it has to end with exit code 0 (after the death of a driver by `shoal attach` or
-`--resume`), with the hash of an undisturbed run where that is promised, without an orphan or a temporary folder, and
-without a silence of more than five seconds. Prints tables and writes results/campaign.json; what failed, with the
-command that repeats it. Run again with the same seed it does the same, at moments that differ by milliseconds.
+`--resume`, after that of a lab's fork server by `--resume`), with the hash of an undisturbed run where that is
+promised, without an orphan or a temporary folder, and without a silence of more than five seconds. Prints tables and
+writes results/campaign.json; what failed, with the command that repeats it. Run again with the same seed it does the
+same, at moments that differ by milliseconds.
 """
 
 import argparse

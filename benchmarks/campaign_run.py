@@ -87,9 +87,10 @@ class CampaignRun:
 
     def play(self) -> None:
         code = self._command(self.start_command())
-        if self.planned is not None and (self.planned.victim, self.planned.fault) == (DRIVER, KILL) and self.hit:
+        killed = self.planned.victim if self.planned is not None and self.planned.fault == KILL and self.hit else ""
+        if killed == DRIVER or (killed == FORK_SERVER and self.mode.lab and code != 0):
             time.sleep(ATTACH_SECONDS)
-            if not self.mode.lab:  # a lab, with all that is in it, ends with its driver
+            if not self.mode.lab:  # a lab's processes end with its driver, and with its fork server
                 code = self._command([*SHOAL, "attach", str(self.folder), "--json"])
             if code != 0:
                 code = self._command(self.start_command(resume=True))
