@@ -12,7 +12,7 @@ from shoal.collectives.options import parse_links
 from shoal.collectives.shm_cost import MemorySpeed, ShmTraffic, shm_all_reduce_seconds, shm_traffic
 from shoal.collectives.shm_segment import SLOT_BYTES
 from shoal.collectives.topology import RankPlace
-from shoal.collectives.trees import CHUNKS, MAX_CHUNK, MAX_CHUNKS, MIN_CHUNK, chunk_size
+from shoal.collectives.trees import CHUNKS, COMPRESSED_CHUNK, MAX_CHUNK, MAX_CHUNKS, MIN_CHUNK, chunk_size
 from shoal.driver.bench_collectives import AlgorithmTiming, BenchResult, SizeTimings, fit_link, pairs, predict
 from shoal.driver.launchers.lab_network import PAYLOAD, USUAL_LATENCY, links
 from shoal.errors import InputError
@@ -58,7 +58,8 @@ def test_every_level_between_ranks_is_measured_by_pairs(text: str, expected: dic
 def test_chunks_are_worth_a_message_and_let_stages_overlap() -> None:
     assert chunk_size(100, 400) == MIN_CHUNK
     assert chunk_size(CHUNKS * 300_000, 4 * CHUNKS * 300_000) == 300_000
-    assert chunk_size(1 << 26, 1 << 28) == chunk_size(100, 400, compressed=True) == MAX_CHUNK
+    assert chunk_size(2 * CHUNKS * 300_000, 8 * CHUNKS * 300_000, stages=2) == 300_000
+    assert chunk_size(1 << 26, 1 << 28) == MAX_CHUNK and chunk_size(100, 400, compressed=True) == COMPRESSED_CHUNK
     assert -(-(1 << 36) // chunk_size(1 << 34, 1 << 36)) <= MAX_CHUNKS
 
 

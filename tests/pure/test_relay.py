@@ -41,12 +41,12 @@ class Office:
     """Where the threads' messages meet. Each is copied once, at the worst possible time, and no tag is used twice.
 
     early    as soon as both ends are posted: a result may overwrite what is still to be read
-    late     when the receiver waits: a sender may have changed what it sent
+    late     when the receiver waits, the last one first: a sender may have changed what it sent
     """
 
     def __init__(self, when: str, places: tuple[RankPlace, ...] | None = None) -> None:
         self.when, self.places = when, places
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
         self.sent: dict[tuple[int, int, int], torch.Tensor] = {}
         self.asked: dict[tuple[int, int, int], torch.Tensor] = {}
         self.moved: set[tuple[int, int, int]] = set()
@@ -74,34 +74,53 @@ class Office:
             self.changed.notify_all()
         return key in self.moved
 
-    def wait(self, key: tuple[int, int, int], receiving: bool) -> None:
-        def done() -> bool:
-            return self.failed or (self.move(key) if receiving else key in self.moved)
+    def finished(self, rank: int) -> int:
+        with self.changed:
+            return sum(rank in key[:2] for key in self.moved)
+
+    def wait_news(self, rank: int, finished: int) -> None:
+        """Moves one message to this rank, or waits until another rank has taken one from it."""
+
+        def news() -> bool:
+            if self.failed or self.finished(rank) != finished:
+                return True
+            return any(self.move(key) for key in sorted(self.asked.keys() - self.moved, reverse=True) if key[1] == rank)
 
         with self.changed:
-            assert self.changed.wait_for(done, PATIENCE_SECONDS), f"{key} never came"
+            assert self.changed.wait_for(news, PATIENCE_SECONDS), f"rank {rank} waits for ever"
             assert not self.failed, "another rank failed"
 
 
 class Errand:
-    def __init__(self, office: Office, key: tuple[int, int, int], receiving: bool) -> None:
-        self.office, self.key, self.receiving = office, key, receiving
+    def __init__(self, office: Office, key: tuple[int, int, int]) -> None:
+        self.office, self.key = office, key
+
+    @property
+    def done(self) -> bool:
+        return self.key in self.office.moved
 
     def wait(self) -> None:
-        self.office.wait(self.key, self.receiving)
+        assert self.done, "a rank waits for any message, not for a certain one"
 
 
 class ThreadMail:
     def __init__(self, office: Office, rank: int, size: int) -> None:
         self.office, self.rank, self.size = office, rank, size
 
+    @property
+    def finished(self) -> int:
+        return self.office.finished(self.rank)
+
+    def wait_news(self, finished: int) -> None:
+        self.office.wait_news(self.rank, finished)
+
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Errand:
         self.office.post(self.office.sent, (self.rank, to, tag), tensor)
-        return Errand(self.office, (self.rank, to, tag), False)
+        return Errand(self.office, (self.rank, to, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Errand:
         self.office.post(self.office.asked, (source, self.rank, tag), tensor)
-        return Errand(self.office, (source, self.rank, tag), True)
+        return Errand(self.office, (source, self.rank, tag))
 
 
 def in_threads(office: Office, size: int, work: Callable[[ThreadMail], Any]) -> list[Any]:

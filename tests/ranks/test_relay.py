@@ -1,5 +1,6 @@
 """Routes played: with real processes."""
 
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,39 @@ def singles(size: int) -> tuple[Span, ...]:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
+class GlooMessage:
+    """A thread waits for it: gloo has no other way to learn of its end."""
+
+    def __init__(self, mail: "GlooMail", work: Any) -> None:
+        self.done, self._mail, self._work = False, mail, work
+        self._thread = threading.Thread(target=self._end)
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._work.wait()
+        with self._mail.changed:
+            self.done = True
+            self._mail.finished += 1
+            self._mail.changed.notify_all()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
 class GlooMail:
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
+        self.changed, self.finished = threading.Condition(), 0
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        return self.group.send([tensor], to, tag)
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
+        return GlooMessage(self, self.group.send([tensor], to, tag))
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        return self.group.recv([tensor], source, tag)
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> GlooMessage:
+        return GlooMessage(self, self.group.recv([tensor], source, tag))
+
+    def wait_news(self, finished: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.finished != finished, 60), "no message came"
 
 
 def gloo_mail(path: Path, rank: int, size: int) -> GlooMail:

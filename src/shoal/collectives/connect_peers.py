@@ -40,6 +40,8 @@ MOST_NOTES = 3  # in the log, on connections that were refused
 # Each side shows its token from the store, and names the key of what it sends (sealed_records.py).
 _HELLO = struct.Struct("<IB16s32s")  # rank, purpose, token, key
 _ANSWER = struct.Struct("<16s32s")  # token, key
+NEAR_MICROSECONDS = 10_000  # there and back; farther hosts keep what their administrator chose
+_RTT, _RTT_AT, _TCP_INFO_BYTES = struct.Struct("=I"), 68, 104  # tcpi_rtt in Linux's struct tcp_info
 
 
 class Purpose(IntEnum):
@@ -167,8 +169,24 @@ def _connect(
 def _for_purpose(purpose: Purpose, connection: Connection, keys: tuple[bytes, bytes], ends: str) -> PeerConnection:
     """Tensors leave TLS for sealed records, which cost less than half as much. Keys: of this end and of the other."""
     if purpose is Purpose.TENSORS and isinstance(connection, TlsSocket):
-        return SealedSocket(connection.detach(), *keys, ends)
+        raw = connection.detach()
+        fill_links(raw)
+        return SealedSocket(raw, *keys, ends)
     return connection
+
+
+def fill_links(connection: socket.socket) -> None:
+    """Gives a connection to a near host a congestion control by windows. BBR, the default of many systems, sends at the
+    rate that it has measured: a stream that shared a link goes on at its share when the others have nothing to send,
+    which between streams of collectives is most of the time."""
+    with suppress(OSError):
+        (rtt,) = _RTT.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES), _RTT_AT)
+        if rtt > NEAR_MICROSECONDS:
+            return
+    for name in (b"cubic", b"reno"):
+        with suppress(OSError):  # unknown to this system, or not for this user
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
 
 
 def _exchange_hello(connection: Connection, hello: bytes, until: float) -> bytes:

@@ -202,7 +202,8 @@ def collective_cost(
     overlapped = longest + OVERLAP_PENALTY * (sum(by_level.values()) - longest)
     piece_bytes = -(-num_bytes // len(route.parents))
     if chunk_bytes is None:
-        chunk_bytes = chunk_size(piece_bytes, num_bytes, bool(compress), least_chunk(slowest_bandwidth(places, links)))
+        least = least_chunk(slowest_bandwidth(places, links))
+        chunk_bytes = chunk_size(piece_bytes, num_bytes, route.stages, bool(compress), least)
     chunks = max(1, -(-piece_bytes // chunk_bytes))
     carrying = one_by_one / chunks + overlapped * (chunks - 1) / chunks
     # Rounded, so that the order of additions does not decide between equal costs.

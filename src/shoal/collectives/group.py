@@ -29,6 +29,9 @@ from shoal.numerics.lanes import Span, fold
 class PendingTensor(Protocol):
     """A tensor that a running operation fills or reads. `wait` returns the tensor when the operation is done."""
 
+    @property
+    def done(self) -> bool: ...
+
     def wait(self) -> Tensor: ...
 
 
@@ -39,11 +42,6 @@ class CollectiveStatus:
     operation: str
     missing_ranks: list[int]  # ranks that have not joined it
     seconds: float
-
-
-class PendingSend(PendingTensor, Protocol):
-    @property
-    def done(self) -> bool: ...
 
 
 class WorkerGroup(Protocol):
@@ -70,7 +68,7 @@ class WorkerGroup(Protocol):
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None: ...
 
-    def isend(self, tensor: Tensor, to: int, tag: int) -> "PendingSend":
+    def isend(self, tensor: Tensor, to: int, tag: int) -> PendingTensor:
         """Begins to send. The caller must not change the tensor until the send is done."""
         ...
 
@@ -107,6 +105,8 @@ class WorkerGroup(Protocol):
 
 
 class ReadyTensor:
+    done = True
+
     def __init__(self, result: Tensor) -> None:
         self.result = result
 
@@ -144,7 +144,7 @@ class SoloGroup:
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         raise RunError("a group of one worker cannot receive")
 
-    def isend(self, tensor: Tensor, to: int, tag: int) -> PendingSend:
+    def isend(self, tensor: Tensor, to: int, tag: int) -> PendingTensor:
         raise RunError("a group of one worker cannot send")
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:
@@ -237,7 +237,7 @@ class DistributedGroup:
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         self.process_group.recv([tensor], source, tag).wait()
 
-    def isend(self, tensor: Tensor, to: int, tag: int) -> PendingSend:
+    def isend(self, tensor: Tensor, to: int, tag: int) -> PendingTensor:
         return _WorkHandle(tensor, self.process_group.send([tensor], to, tag))
 
     def subgroup(self, ranks: Sequence[int]) -> WorkerGroup:

@@ -11,6 +11,7 @@ from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.peer_monitor import PeerMonitor
 from shoal.collectives.recv_any import AnySourceReceive
 from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
+from shoal.collectives.shm_segment import BackoffWait
 from shoal.collectives.stats import LinkTraffic
 from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.collectives.topology import Level
@@ -18,6 +19,8 @@ from shoal.errors import CollectiveError
 
 FIRST_TAG = 1 << 50  # above those of users' messages
 TAGS_EACH = 1 << 14
+SPINS = 50  # looks at shared memory and TCP before a wait for both sleeps between them
+NAP_SECONDS = 0.001
 BACKSTOP_SECONDS = 5.0  # after the deadline, which the monitor keeps
 
 
@@ -60,7 +63,6 @@ class MessageRouter:
     def __init__(self, tcp: TcpMessenger, messenger: ShmMessenger | None, limit: float) -> None:
         self.rank, self.size = tcp.rank, len(tcp.members)
         self.tcp, self.messenger, self.limit = tcp, messenger, limit
-        self.op, self.op_number = CollectiveOp("none"), 0  # the collective that the messages belong to
         self.monitor: PeerMonitor | None = None
         tcp.explain_loss = lambda peer, fact: self.active_monitor.explain(peer, fact)
         local = messenger.segment.members if messenger is not None else []
@@ -74,18 +76,41 @@ class MessageRouter:
 
     # -- messages of collectives --------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+    def messages_of(self, op: CollectiveOp, number: int) -> "CollectiveMessages":
+        return CollectiveMessages(self, op, number)
+
+    def send(self, tensor: Tensor, to: int, tag: int, op: CollectiveOp, number: int) -> Any:
         if to in self._local_ranks:
             assert self.messenger is not None
-            return self.messenger.send(tensor.view(torch.uint8), self._local_ranks[to], tag, self.op, self.op_number)
-        return self.tcp.send(tensor, to, tag, self.op)
+            return self.messenger.send(tensor.view(torch.uint8), self._local_ranks[to], tag, op, number)
+        return self.tcp.send(tensor, to, tag, op)
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+    def receive(self, tensor: Tensor, source: int, tag: int, op: CollectiveOp, number: int) -> Any:
         if source in self._local_ranks:
             assert self.messenger is not None
-            flat = tensor.view(torch.uint8)
-            return self.messenger.receive(flat, self._local_ranks[source], tag, self.op, self.op_number)
-        return self.tcp.receive(tensor, source, tag, self.op)
+            return self.messenger.receive(tensor.view(torch.uint8), self._local_ranks[source], tag, op, number)
+        return self.tcp.receive(tensor, source, tag, op)
+
+    @property
+    def finished(self) -> int:
+        """Messages that are done, with or without an error."""
+        return self.tcp.finished + (self.messenger.finished if self.messenger is not None else 0)
+
+    def wait_news(self, finished: int, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Moves messages until another one than these first `finished` is done, or the caller is interrupted
+        (`TcpMessenger.wait_news`)."""
+        if self.messenger is None:
+            self.tcp.wait_news(finished, interrupted)
+            return
+        waiting, tries = BackoffWait(), 0
+        while self.finished == finished and not interrupted():
+            if self.messenger.progress():
+                waiting, tries = BackoffWait(), 0
+                continue
+            tries += 1
+            self.tcp.wait_news(self.tcp.finished, interrupted, 0.0 if tries < SPINS else NAP_SECONDS)
+            if waiting.check_due():
+                self.messenger.check_peers(waiting.began)
 
     # -- users' messages ----------------------------------------------------------------------------------------------
 
@@ -136,6 +161,24 @@ class MessageRouter:
             )
             found[levels[peer]] = own + found[levels[peer]] if levels[peer] in found else own
         return found
+
+
+class CollectiveMessages:
+    """The messages of one collective: errors name it."""
+
+    def __init__(self, router: MessageRouter, op: CollectiveOp, number: int) -> None:
+        self._router, self._op, self._number = router, op, number
+        self.rank, self.size, self.wait_news = router.rank, router.size, router.wait_news
+
+    @property
+    def finished(self) -> int:
+        return self._router.finished
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        return self._router.send(tensor, to, tag, self._op, self._number)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        return self._router.receive(tensor, source, tag, self._op, self._number)
 
 
 def first_tag(op: CollectiveOp, sequence: int) -> int:

@@ -2,9 +2,13 @@
 
 The tags of a collective are derived from its number and its record. So ranks in different collectives never read each
 other's bytes: they wait, and the monitor finds the mismatch.
+
+Sums and gathers are one tree each, and several of them can be under way (`begin_all_reduce` and the like). They are
+finished in the order in which they were begun, and the monitor sees the oldest.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +22,7 @@ from shoal.collectives.connect_peers import connect_peers
 from shoal.collectives.cost_model import slowest_bandwidth
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
-from shoal.collectives.message_router import BACKSTOP_SECONDS, MessageRouter, UserMessage, first_tag
+from shoal.collectives.message_router import BACKSTOP_SECONDS, CollectiveMessages, MessageRouter, UserMessage, first_tag
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommConfig
 from shoal.collectives.peer_monitor import PeerMonitor
@@ -33,6 +37,22 @@ from shoal.collectives.topology import link_level
 from shoal.collectives.trees import TreeRoute, least_chunk
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span
+
+Messages = tuple[CollectiveMessages, int]  # of one collective, and its first tag
+
+
+class StartedTree:
+    """A collective of one tree that has begun. `complete` is what is left when the tree is done."""
+
+    tree: TreeExecutor
+
+    def __init__(
+        self, transport: "MultiHostTransport", op: CollectiveOp, number: int, complete: Callable[[], None]
+    ) -> None:
+        self._transport, self.op, self.number, self.complete = transport, op, number, complete
+
+    def finish(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        return self._transport.finish(self, interrupted)
 
 
 class MultiHostTransport:
@@ -60,28 +80,84 @@ class MultiHostTransport:
         self.health.streamed = frozenset(connections.tensors)
         self.set_timeout(limit)
         self._pool, self._scratch = TensorPool(), ScratchBuffers()
+        self._started: deque[StartedTree] = deque()
         self._choices: dict[Any, AlgorithmChoice] = {}
 
     # -- order ----------------------------------------------------------------------------------------------------
 
+    @property
+    def overlapping(self) -> "MultiHostTransport | None":
+        """Where ranks share memory, its segment knows of one collective at a time."""
+        return self if self._segment is None else None
+
     @contextmanager
-    def _collective(self, op: CollectiveOp) -> Iterator[int]:
-        """Runs one collective. Yields its first tag."""
+    def _collective(self, op: CollectiveOp) -> Iterator[Messages]:
+        """Runs one collective to its end. Yields its messages and its first tag."""
         self.sequence += 1
-        self.health.begin(op, self.sequence)
-        self.router.op, self.router.op_number = op, self.sequence
+        with self._reporting(op, self.sequence):
+            self._watch(op, self.sequence)
+            yield self._messages(op)
+        self._unwatch()
+
+    def _messages(self, op: CollectiveOp) -> Messages:
+        return self.router.messages_of(op, self.sequence), first_tag(op, self.sequence)
+
+    @contextmanager
+    def _reporting(self, op: CollectiveOp, number: int) -> Iterator[None]:
+        """Reports an exception of this block to the other ranks."""
         try:
-            if self._segment is not None:
-                self._segment.begin(op)
-            yield first_tag(op, self.sequence)
+            yield
         except CollectiveError as error:
             raise self.health.fail(error) from None
         except BaseException as error:
-            self.health.fail(left_midway_error(self.members[self.rank], f"{op}, number {self.sequence}", error))
+            self.health.fail(left_midway_error(self.members[self.rank], f"{op}, number {number}", error))
             raise
+
+    def _watch(self, op: CollectiveOp, number: int) -> None:
+        """From here on the monitor and the segment know of this collective."""
+        self.health.begin(op, number)
+        if self._segment is not None:
+            self._segment.begin(op)
+
+    def _unwatch(self) -> None:
         self.health.end()
         if self._segment is not None:
             self._segment.end()
+
+    def _begin(
+        self, op: CollectiveOp, make: Callable[[Messages], TreeExecutor], complete: Callable[[], None] = lambda: None
+    ) -> StartedTree:
+        """Begins a collective. `make` begins its tree."""
+        self.sequence += 1
+        started = StartedTree(self, op, self.sequence, complete)
+        with self._reporting(op, self.sequence):
+            if not self._started:
+                self._watch(op, self.sequence)
+            started.tree = make(self._messages(op))
+        self._started.append(started)
+        return started
+
+    def finish(self, started: StartedTree, interrupted: Callable[[], bool]) -> bool:
+        """Goes on with all trees that have begun until this one, the oldest, is done. False: interrupted before."""
+        with self._reporting(started.op, started.number):
+            while not started.tree.done:
+                if interrupted():
+                    return False
+                finished, advanced = self.router.finished, False
+                for each in self._started:
+                    advanced = each.tree.advance() or advanced
+                if not advanced:
+                    self.router.wait_news(finished, interrupted)
+            started.complete()
+            self._started.remove(started)
+            self._unwatch()
+            if self._started:
+                self._watch(self._started[0].op, self._started[0].number)
+        return True
+
+    def wake(self) -> None:
+        """Lets a thread in `finish` look whether it is interrupted."""
+        self.router.tcp.wake()
 
     def _choose(self, num_bytes: int, itemsize: int, compressed: bool = False, **shape: Any) -> AlgorithmChoice:
         key = (num_bytes, itemsize, compressed, tuple(shape.items()))
@@ -98,49 +174,67 @@ class MultiHostTransport:
             )
         return self._choices[key]
 
-    def _run_tree(
-        self, route: TreeRoute, partials: Mapping[Span, Sequence[Tensor]], out: Sequence[Tensor | None], **options: Any
-    ) -> None:
-        given = TreeOptions(places=self.places, pool=self._pool, least_chunk=self._least_chunk, **options)
-        TreeExecutor(self.router, route, partials, out, given).wait()
+    def _tree(
+        self,
+        messages: Messages,
+        route: TreeRoute,
+        partials: Mapping[Span, Sequence[Tensor]],
+        out: Sequence[Tensor | None],
+        **options: Any,
+    ) -> TreeExecutor:
+        messenger, base = messages
+        pool, places, least = self._pool, self.places, self._least_chunk
+        given = TreeOptions(base=base, places=places, pool=pool, least_chunk=least, **options)
+        return TreeExecutor(messenger, route, partials, out, given)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
-            work = reduction.prepare(flat)
-            self._reduce_into({self._own_span: work}, work, reduction, base, (op.dtype, op.count))
-            reduction.finish_into(flat, work, self.size)
+        self.begin_all_reduce(flat, reduction, op).finish()
+
+    def begin_all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> StartedTree:
+        work = reduction.prepare(flat)
+        sums, key = {self._own_span: work}, (op.dtype, op.count)
+        return self._begin(
+            op,
+            lambda messages: self._reduction(messages, sums, work, reduction, key),
+            lambda: reduction.finish_into(flat, work, self.size),
+        )
 
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
-    ) -> Tensor:
-        with self._collective(op) as base:
-            result = next(iter(partials.values()))
-            self._reduce_into(partials, result, SUM, base, key, lanes=lanes, assignment=tuple(assignment))
-        return result
+    ) -> None:
+        self.begin_ordered_reduce(lanes, assignment, partials, key, op).finish()
 
-    def _reduce_into(
+    def begin_ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
+    ) -> StartedTree:
+        result, spans = next(iter(partials.values())), tuple(assignment)
+        return self._begin(
+            op, lambda messages: self._reduction(messages, partials, result, SUM, key, lanes=lanes, assignment=spans)
+        )
+
+    def _reduction(
         self,
+        messages: Messages,
         partials: Mapping[Span, Tensor],
         result: Tensor,
         reduction: Reduction,
-        base: int,
         key: Hashable,
         **lanes: Any,
-    ) -> None:
+    ) -> TreeExecutor:
         if not result.numel():
-            return self._sync(base)
+            return self._meeting(messages)
         adding = result.is_floating_point() and reduction.combine is torch.add
         compressed = bool(self.config.compress) and adding and key is not None
         choice = self._choose(result.nbytes, result.element_size(), compressed, **lanes)
         if self._largest is None or result.nbytes >= self._largest[0]:
             self._largest = result.nbytes, choice
-        self._run_tree(
+        return self._tree(
+            messages,
             choice.route,
             {span: split_pieces(choice.route, partial) for span, partial in partials.items()},
             split_pieces(choice.route, result),
-            base=base,
             combine=reduction.combine,
             ordered=choice.ordered,
             compress=self.config.compress if compressed else None,
@@ -148,57 +242,60 @@ class MultiHostTransport:
             byte_counts=self.reduce_bytes,
             **lanes,
         )
-        return None
 
-    def _sync(self, base: int) -> None:
-        """Returns when all ranks have called it."""
+    def _meeting(self, messages: Messages) -> TreeExecutor:
+        """A tree that is done when all ranks have begun it."""
         route = self._choose(1, 1).route
         pieces = split_pieces(route, torch.zeros(1, dtype=torch.uint8))
-        self._run_tree(route, {self._own_span: pieces}, pieces, base=base)
+        return self._tree(messages, route, {self._own_span: pieces}, pieces)
+
+    def _sync(self, messages: Messages) -> None:
+        """Returns when all ranks have called it."""
+        self._meeting(messages).wait()
 
     def barrier(self) -> None:
-        with self._collective(CollectiveOp("barrier")) as base:
-            self._sync(base)
+        with self._collective(CollectiveOp("barrier")) as messages:
+            self._sync(messages)
 
     def reduce(self, flat: Tensor, root: int, reduction: Reduction, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        with self._collective(op) as messages:
             work = reduction.prepare(flat)
             if not work.numel():
-                return self._sync(base)
+                return self._sync(messages)
             choice = self._choose(work.nbytes, work.element_size(), root=root, down=False)
             pieces = split_pieces(choice.route, work)
-            self._run_tree(
+            self._tree(
+                messages,
                 choice.route,
                 {self._own_span: pieces},
                 pieces if self.rank == root else [None] * len(pieces),
-                base=base,
                 down=False,
                 combine=reduction.combine,
                 ordered=choice.ordered,
                 keep=self.rank != root,
-            )
+            ).wait()
             if self.rank == root:
                 reduction.finish_into(flat, work, self.size)
         return None
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, reduction: Reduction, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        with self._collective(op) as messages:
             work = [reduction.prepare(each) for each in inputs]
             target = output if reduction.dtype is None else output.view(reduction.dtype)
             total = sum(each.nbytes for each in work)
             if not total:
-                return self._sync(base)
+                return self._sync(messages)
             choice = self._choose(total, target.element_size(), own_pieces=True, down=False)
-            self._run_tree(
+            self._tree(
+                messages,
                 choice.route,
                 {self._own_span: work},
                 [target if rank == self.rank else None for rank in range(self.size)],
-                base=base,
                 down=False,
                 combine=reduction.combine,
                 ordered=choice.ordered,
                 keep=True,
-            )
+            ).wait()
             reduction.finish(target, self.size)
         return None
 
@@ -214,60 +311,66 @@ class MultiHostTransport:
     # -- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: Tensor, root: int, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        with self._collective(op) as messages:
             if not flat.numel():
-                return self._sync(base)
+                return self._sync(messages)
             route = self._choose(flat.nbytes, 1, root=root, up=False).route
-            self._run_tree(route, {}, split_pieces(route, flat), base=base, up=False)
+            self._tree(messages, route, {}, split_pieces(route, flat), up=False).wait()
         return None
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        self.begin_all_gather(outputs, source, op).finish()
+
+    def begin_all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> StartedTree:
+        def make(messages: Messages) -> TreeExecutor:
             if not source.numel():
-                return self._sync(base)
+                return self._meeting(messages)
             if outputs[self.rank].data_ptr() != source.data_ptr():
                 outputs[self.rank].copy_(source)
             route = self._choose(source.nbytes * self.size, 1, own_pieces=True, up=False).route
-            self._run_tree(route, {}, outputs, base=base, up=False)
-        return None
+            return self._tree(messages, route, {}, outputs, up=False)
+
+        return self._begin(op, make)
 
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        with self._collective(op) as messages:
             if not source.numel():
-                return self._sync(base)
+                return self._sync(messages)
+            messenger, tag = messages
             if outputs is None:
-                self.router.send(source, root, base).wait()
+                messenger.send(source, root, tag).wait()
             else:
-                messages = [self.router.receive(outputs[rank], rank, base) for rank in self._others]
+                receives = [messenger.receive(outputs[rank], rank, tag) for rank in self._others]
                 outputs[root].copy_(source)
-                for message in messages:
-                    message.wait()
+                for receive in receives:
+                    receive.wait()
         return None
 
     def scatter(self, sources: Sequence[Tensor] | None, output: Tensor, root: int, op: CollectiveOp) -> None:
-        with self._collective(op) as base:
+        with self._collective(op) as messages:
             if not output.numel():
-                return self._sync(base)
+                return self._sync(messages)
+            messenger, tag = messages
             if sources is None:
-                self.router.receive(output, root, base).wait()
+                messenger.receive(output, root, tag).wait()
             else:
-                messages = [self.router.send(sources[rank], rank, base) for rank in self._others]
+                sends = [messenger.send(sources[rank], rank, tag) for rank in self._others]
                 output.copy_(sources[root])
-                for message in messages:
-                    message.wait()
+                for send in sends:
+                    send.wait()
         return None
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: CollectiveOp) -> None:
         table = torch.empty(self.size, 2 * self.size, dtype=torch.int64)
         self.all_gather(list(table.view(torch.uint8).unbind(0)), own_lengths(outputs, inputs), op)
         check_lengths(table.tolist(), self.members, self.sequence)
-        with self._collective(op) as base:
-            others = self._others
-            messages = [self.router.receive(outputs[rank], rank, base) for rank in others if outputs[rank].numel()]
-            messages += [self.router.send(inputs[rank], rank, base) for rank in others if inputs[rank].numel()]
+        with self._collective(op) as messages:
+            (messenger, tag), others = messages, self._others
+            pending = [messenger.receive(outputs[rank], rank, tag) for rank in others if outputs[rank].numel()]
+            pending += [messenger.send(inputs[rank], rank, tag) for rank in others if inputs[rank].numel()]
             if outputs[self.rank].numel():
                 outputs[self.rank].copy_(inputs[self.rank])
-            for message in messages:
+            for message in pending:
                 message.wait()
 
     # -- messages -------------------------------------------------------------------------------------------------

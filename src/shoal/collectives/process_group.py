@@ -41,7 +41,7 @@ from shoal.collectives.options import NAME, CommOptions
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.transport import CollectiveTransport, TransportMessage, open_transport
 from shoal.collectives.work_handles import CombinedWork, MessageWork
-from shoal.collectives.work_queue import CollectiveWork, WorkQueue
+from shoal.collectives.work_queue import CollectiveAction, CollectiveWork, StartedCollective, WorkQueue
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 
@@ -83,6 +83,10 @@ def _route_by_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _nothing() -> None:
+    return
+
+
 def _first_tensor(arguments: Any) -> Tensor | None:
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -105,7 +109,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self.transport: CollectiveTransport
         self.members, self.transport = open_transport(store, rank, size, timeout, options)
         _leave_at_exit(self)
-        self._queue = WorkQueue("shoal collectives", self._limit, self.transport.abandon)
+        self._overlapping = self.transport.overlapping
+        wake = self._overlapping.wake if self._overlapping is not None else _nothing
+        self._queue = WorkQueue("shoal collectives", self._limit, self.transport.abandon, wake)
         self._coalesced: list[Any] | None = None  # works since _start_coalescing
         self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # by operation, type and shape
         self._name = self._description = ""
@@ -190,14 +196,18 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     # -- issuing --------------------------------------------------------------------------------------------------
 
-    def _issue(self, action: Callable[[], None], value: Any, options: Any) -> CollectiveWork:
+    def _issue(
+        self, action: Callable[[], None], value: Any, options: Any, begin: Callable[[], StartedCollective] | None = None
+    ) -> CollectiveWork:
+        """`begin`: the same, but it may be left when it has begun."""
         limit = getattr(options, "timeout", None)
+        chosen: CollectiveAction = action if begin is None else begin
         if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
-            action = functools.partial(self._run_within, limit, action)
-        if self._coalesced is None:
-            return self._queue.run(action, value, options is None or getattr(options, "asyncOp", True))
-        work = self._queue.run(action, value, asynchronous=True)
-        self._coalesced.append(work)
+            chosen, begin = functools.partial(self._run_within, limit, action), None
+        asynchronous = self._coalesced is not None or options is None or getattr(options, "asyncOp", True)
+        work = self._queue.run(chosen, value, asynchronous, leaves=begin is not None)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def run_in_order(self, action: Callable[[], None]) -> None:
@@ -235,7 +245,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 if found[1].factor is None:
                     self._all_reduce_calls[key] = found
             call, reduction = found
-            return self._issue(lambda: self._all_reduce(tensor, reduction, call), tensors, opts)
+            begin = None
+            if (overlapping := self._overlapping) is not None and tensor.is_contiguous():
+                begin = functools.partial(overlapping.begin_all_reduce, flatten(tensor), reduction, call)
+            return self._issue(lambda: self._all_reduce(tensor, reduction, call), tensors, opts, begin)
         # Several tensors of each rank become one sum.
         check_same("all_reduce", "a tensor", tensors, "another", tensors)
         call, reduction = reduce_call("all_reduce", tensors[0], op)
@@ -379,10 +392,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
         spans = tuple(lane for span in assignment for lane in span)
         call = CollectiveOp("ordered_reduce", first.dtype, first.numel(), spans)
 
-        def action() -> None:
-            self.transport.ordered_reduce(lanes, assignment, partials, key, call)
-
-        return self._issue(action, [first], None)
+        given = (lanes, assignment, partials, key, call)
+        begin = None
+        if self._overlapping is not None:
+            begin = functools.partial(self._overlapping.begin_ordered_reduce, *given)
+        return self._issue(functools.partial(self.transport.ordered_reduce, *given), [first], None, begin)
 
     def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
         """The all-reduce over the ranks up to this one; `exclusive`: over the ranks below it."""
@@ -482,18 +496,27 @@ class ShoalProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """Returns the row of each rank as a row of one tensor."""
-        found: list[Tensor] = []
-        self.run_in_order(lambda: found.append(self._gather_rows(row)))
-        return found[0]
+        """Returns the row of each rank as a row of one tensor. Beside collectives that are under way, if it can be."""
+        rows, given = self._rows_like(row)
+        if self._overlapping is None:
+            self.run_in_order(lambda: self.transport.all_gather(*given))
+        else:
+            begin = functools.partial(self._overlapping.begin_all_gather, *given)
+            self._queue.run(begin, None, asynchronous=False, leaves=True)
+        return rows
 
     def _gather_rows(self, row: Tensor) -> Tensor:
+        rows, given = self._rows_like(row)
+        self.transport.all_gather(*given)
+        return rows
+
+    def _rows_like(self, row: Tensor) -> tuple[Tensor, tuple[list[Tensor], Tensor, CollectiveOp]]:
+        """Memory for the row of each rank, and what an all-gather into it needs."""
         rows = torch.empty(self._size, *row.shape, dtype=row.dtype)
         flats = list(as_bytes(rows).view(self._size, row.nbytes).unbind(0))
         shape = tuple(row.shape) if row.dim() > 1 else ()
         call = CollectiveOp("all_gather", row.dtype, row.numel(), shape)
-        self.transport.all_gather(flats, as_bytes(flatten(row)), call)
-        return rows
+        return rows, (flats, as_bytes(flatten(row)), call)
 
     @_route_by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> CollectiveWork:

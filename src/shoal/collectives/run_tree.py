@@ -1,16 +1,13 @@
 """Runs a route over messages between pairs of ranks: sums up to the roots, results down again, or one of the two.
 
-    turn       0        1        2        3        4        5        6         SKEW = 2: chunks on their way from one
-    leaves     send 0   send 1   send 2   send 3   …                           stage to the next. Links have work while
-    parents                      add 0    add 1    add 2    add 3    …         ranks add, and no rank waits for a chunk
-    roots                                          add 0    add 1    add 2     that was sent in the same turn.
+    rank 0's link   ├ up 0 ┼ up 1 ┼ up 2 ┼ down 0 ┼ down 1 ┼ down 2 ┤      Pieces travel in chunks. Leaves hand over
+    a root adds            ├ 0 ┤  ├ 1 ┤  ├ 2 ┤                             all theirs at once, so sums go up first, and
+                                                                           the first results are ready when links are.
 
-Pieces travel in chunks. Leaves send a chunk in the turn of its number. Each stage comes SKEW turns after the one below
-it, up to the root and down again. Receives are posted RECEIVES_AHEAD turns before the leaves send, since a message
-without a posted receive would wait behind other traffic.
-
-All ranks do their tasks in one order (by turn; up before down), and a task waits only for messages of earlier turns. So
-the first task that is not done can always be done: there is no deadlock.
+A rank does what can be done: a chunk whose sums have all arrived is added and sent on, a result that has arrived is
+passed down. It waits only if nothing can be done, and then for any message. So ranks need no common order, trees that
+run at the same time do not wait for each other, and there is no deadlock. Receives are posted RECEIVES_AHEAD chunks
+before they are due: a message without a posted receive needs memory of its own.
 
 A result arrives in the memory of the operand of the same chunk. It cannot arrive before that operand was delivered.
 """
@@ -30,11 +27,16 @@ from shoal.collectives.topology import Level, RankPlace, level_setting, link_lev
 from shoal.collectives.trees import GRAIN, MIN_CHUNK, TreeRoute, TreeTask, chunk_size, piece_bounds, tree_tasks
 from shoal.numerics.lanes import Span
 
-RECEIVES_AHEAD = 8  # turns; also the turns after which a rank waits for its sends
-SKEW = 2  # turns
+RECEIVES_AHEAD = 8  # chunks of a piece
+SENDS_AHEAD = 16  # sums of others on their way up, after which a rank waits: their memory is then used again
 
 
 class PendingMessage(Protocol):
+    @property
+    def done(self) -> bool:
+        """It has arrived or left, or has failed: then `wait` raises the error."""
+        ...
+
     def wait(self) -> object: ...
 
 
@@ -43,7 +45,7 @@ Arrival = tuple[PendingMessage, Tensor]  # a receive, and its memory
 
 class Messenger(Protocol):
     """Messages between pairs of ranks, identified by tags. Tensors are flat and contiguous. The caller must not touch
-    them until the message is done. A send may need its receive to be posted, and either side to call `wait`."""
+    them until the message is done. A send may need its receive to be posted, and either side to wait."""
 
     @property
     def rank(self) -> int: ...
@@ -54,6 +56,15 @@ class Messenger(Protocol):
     def send(self, tensor: Tensor, to: int, tag: int) -> PendingMessage: ...
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> PendingMessage: ...
+
+    @property
+    def finished(self) -> int:
+        """Messages of this rank that are done."""
+        ...
+
+    def wait_news(self, finished: int) -> None:
+        """Moves messages until another one than these first `finished` is done."""
+        ...
 
 
 class Codec(Protocol):
@@ -113,7 +124,7 @@ class TreeOptions:
 
 
 class TreeExecutor:
-    """One run of a route. The constructor posts the first messages; `wait` does the rest and returns the pieces.
+    """One run of a route. The constructor posts the first messages; `advance` does what can be done, `wait` all of it.
 
     `partials` has this rank's sums by subtree of the lanes, as one flat tensor per piece. `out` has one flat tensor per
     piece: the results, or the source (down only). It may be the memory of a partial sum. With up only, those of other
@@ -134,9 +145,7 @@ class TreeExecutor:
         self.dtype = next(tensor.dtype for tensor in tensors if tensor is not None)
         lanes, assignment = complete_assignment(messenger.size, options.lanes, options.assignment)
         order = _task_order(route, lanes, assignment, options.ordered)
-        self._tasks, self._heights = order.tasks[rank], order.heights
-        self._reduce_order, self._broadcast_order = order.reduce_order[rank], order.broadcast_order[rank]
-        self._served = order.served[rank]
+        self._tasks, self._served = order.tasks[rank], order.served[rank]
 
         first = next(iter(partials.values()), None)
         shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
@@ -144,10 +153,9 @@ class TreeExecutor:
         chunk_bytes, compress = options.chunk_bytes, options.compress
         if chunk_bytes is None:
             sizes = [length * self.dtype.itemsize for length in self._lengths]
-            chunk_bytes = chunk_size(max(sizes), sum(sizes), bool(compress), options.least_chunk)
+            chunk_bytes = chunk_size(max(sizes), sum(sizes), route.stages, bool(compress), options.least_chunk)
         self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
         self._chunks = [-(-length // self._chunk) for length in self._lengths]
-        self._turns = max(self._chunks)
         self._tags = self._number_tags(options.base)
         self.tags = sum(chunks * (widest + 1) for chunks, widest in zip(self._chunks, order.widest, strict=True))
 
@@ -162,77 +170,99 @@ class TreeExecutor:
             if options.ordered and self.up and any(farthest):
                 raise ValueError("compressed sums are not exact: run the route with ordered=False")
 
-        self._arriving: dict[tuple[int, int], list[Arrival]] = {}  # by piece and chunk, in slot order
-        self._results: dict[tuple[int, int], Arrival] = {}
-        self._sends: deque[tuple[int, PendingMessage, Tensor, bool]] = deque()  # by turn; whether to release the tensor
-        self._skew = min(SKEW, self._turns)
-        for turn in range(RECEIVES_AHEAD):
-            self._post_receives(turn)
+        own = order.reduce_order[rank]
+        sums = [_ChunkFlow(task) for task in own if self.up and task.children and self._chunks[task.piece]]
+        results = [_ChunkFlow(task) for task in order.broadcast_order[rank] if self.down and task.parent is not None]
+        self._sums, self._results = sums, [flow for flow in results if self._chunks[flow.task.piece]]
+        self._sends: deque[tuple[PendingMessage, Tensor, bool]] = deque()  # and whether to release the tensor
+        self._held = 0  # tensors to release
+        for flow in self._sums:
+            self._post_sums(flow)
+        for flow in self._results:
+            self._post_results(flow)
+        for chunk in range(max(self._chunks)):
+            self._start_sends(own, chunk)
+
+    @property
+    def done(self) -> bool:
+        """This rank's sums and results are there, and what it sent has left it."""
+        return not (self._sums or self._results or self._sends)
+
+    def advance(self) -> bool:
+        """Does what can be done now. Returns whether that was anything."""
+        moved = False
+        for flow in tuple(self._sums):
+            while self._held < SENDS_AHEAD and flow.ready:
+                self._reduce_chunk(flow.task, *flow.take())
+                self._post_sums(flow)
+                moved = True
+            if not flow.arriving:
+                self._sums.remove(flow)
+        for flow in tuple(self._results):
+            while flow.ready:
+                chunk, (arrival,) = flow.take()
+                self._forward_down(flow.task, chunk, arrival)
+                self._post_results(flow)
+                moved = True
+            if not flow.arriving:
+                self._results.remove(flow)
+        return self._end_sends() or moved
 
     def wait(self) -> list[Tensor | None]:
-        last = self._turns + self._skew * max(self._heights) * (self.up + self.down)
-        for turn in range(last):
-            self._post_receives(turn + RECEIVES_AHEAD)
-            self._start_sends(turn)
-            if self.up:
-                for task in self._reduce_order:
-                    chunk = turn - self._skew * task.height
-                    if task.children and 0 <= chunk < self._chunks[task.piece]:
-                        self._reduce_chunk(task, chunk, turn)
-            if self.down:
-                for task in self._broadcast_order:
-                    stage = task.depth + (self._heights[task.piece] if self.up else 0)
-                    chunk = turn - self._skew * stage
-                    if task.parent is not None and 0 <= chunk < self._chunks[task.piece]:
-                        self._forward_down(task, chunk, turn)
-            self._wait_sends(turn - RECEIVES_AHEAD)
-        self._wait_sends(last)
+        while not self.done:
+            finished = self.messenger.finished
+            if not self.advance():
+                self.messenger.wait_news(finished)
         return list(self.out)
 
     # -- one chunk of one piece ---------------------------------------------------------------------------------------
 
-    def _post_receives(self, chunk: int) -> None:
-        """Posts the receives of a chunk for all stages."""
-        for task in self._reduce_order:
-            if chunk >= self._chunks[task.piece]:
-                continue
-            at = (task.piece, chunk)
-            count = self._count(*at)
-            if self.up and task.children:
-                self._arriving[at] = [
+    def _post_sums(self, flow: "_ChunkFlow") -> None:
+        """Posts the receives of the next chunks on the way up, in the order of the task's slots."""
+        task = flow.task
+        while flow.posted < min(flow.chunk + RECEIVES_AHEAD, self._chunks[task.piece]):
+            chunk = flow.posted
+            count = self._count(task.piece, chunk)
+            flow.post(
+                [
                     self._receive(count, child, self._tag(child, task.piece, "up", chunk, number), self._codec(child))
                     for child, sums in task.children
                     for number in range(sums)
                 ]
-            if self.down and task.parent is not None:
-                codec = self._down_codec[task.piece]
-                place = self._result(*at) if codec is None else None
-                tag = self._tag(task.parent, task.piece, "down", chunk)
-                self._results[at] = self._receive(count, task.parent, tag, codec, place)
+            )
 
-    def _start_sends(self, turn: int) -> None:
+    def _post_results(self, flow: "_ChunkFlow") -> None:
+        task = flow.task
+        assert task.parent is not None
+        codec = self._down_codec[task.piece]
+        while flow.posted < min(flow.chunk + RECEIVES_AHEAD, self._chunks[task.piece]):
+            chunk = flow.posted
+            place = self._result(task.piece, chunk) if codec is None else None
+            tag = self._tag(task.parent, task.piece, "down", chunk)
+            flow.post([self._receive(self._count(task.piece, chunk), task.parent, tag, codec, place)])
+
+    def _start_sends(self, tasks: Sequence[TreeTask], chunk: int) -> None:
         """Begins sends that wait for no message: of leaves on the way up, or of roots if there is only a way down."""
-        for task in self._reduce_order:
-            if turn >= self._chunks[task.piece]:
+        for task in tasks:
+            if chunk >= self._chunks[task.piece]:
                 continue
             if self.up and not task.children:
-                self._reduce_chunk(task, turn, turn)
+                self._reduce_chunk(task, chunk, [])
             elif not self.up and task.parent is None:
-                self._send_down(task, turn, turn, None)
+                self._send_down(task, chunk, None)
 
-    def _reduce_chunk(self, task: TreeTask, chunk: int, turn: int) -> None:
+    def _reduce_chunk(self, task: TreeTask, chunk: int, arriving: Sequence[Arrival]) -> None:
         """Adds the sums of a chunk as far as the task allows, and sends the rest to the parent."""
         piece = task.piece
         start = chunk * self._chunk
         slots: list[Tensor | None] = [self.partials[span][piece][start : start + self._chunk] for span in task.own]
-        arriving = self._arriving.pop((piece, chunk), [])
         slots += [None] * len(arriving)
         codecs = [self._codec(child) for child, sums in task.children for _ in range(sums)]
         owned = len(task.own)
         pooled: dict[int, Tensor] = {}  # by address: buffers to release
 
         def value(slot: int) -> Tensor:
-            """The sum of a slot. Waits for its message on first use."""
+            """The sum of a slot. Its message has arrived, or has failed."""
             found = slots[slot]
             if found is None:
                 pending, buffer = arriving[slot - owned]
@@ -262,7 +292,7 @@ class TreeExecutor:
             written.add(left)
 
         if task.parent is None:
-            self._finish_root(task, chunk, turn, value(task.rest[0]))
+            self._finish_root(task, chunk, value(task.rest[0]))
         else:
             codec = self._codec(task.parent)
             for number, slot in enumerate(task.rest):
@@ -270,14 +300,14 @@ class TreeExecutor:
                 tag = self._tag(task.parent, piece, "up", chunk, number)
                 if codec is None:
                     back = pooled.pop(found.data_ptr(), None) is not None
-                    self._send(found, task.parent, tag, turn, found.nbytes, back)
+                    self._send(found, task.parent, tag, found.nbytes, back)
                 else:
                     payload = codec.encode(found, (self.options.key, piece, chunk, "up"))
-                    self._send(payload, task.parent, tag, turn, found.nbytes, False)
+                    self._send(payload, task.parent, tag, found.nbytes, False)
         for buffer in pooled.values():
             self.pool.release(buffer)
 
-    def _finish_root(self, task: TreeTask, chunk: int, turn: int, total: Tensor) -> None:
+    def _finish_root(self, task: TreeTask, chunk: int, total: Tensor) -> None:
         """Stores the result at the root and sends it down."""
         result = self._result(task.piece, chunk)
         if total.data_ptr() != result.data_ptr():
@@ -290,19 +320,19 @@ class TreeExecutor:
             # The root decodes its own payload, so that all ranks have the same bits.
             payload = codec.encode(result, (self.options.key, task.piece, chunk, "down"))
             result.copy_(codec.decode(payload, result.numel()))
-        self._send_down(task, chunk, turn, payload)
+        self._send_down(task, chunk, payload)
 
-    def _send_down(self, task: TreeTask, chunk: int, turn: int, payload: Tensor | None) -> None:
+    def _send_down(self, task: TreeTask, chunk: int, payload: Tensor | None) -> None:
         result = self._result(task.piece, chunk)
         for child in self._served[task.piece]:
             tag = self._tag(child, task.piece, "down", chunk)
-            self._send(result if payload is None else payload, child, tag, turn, result.nbytes, False)
+            self._send(result if payload is None else payload, child, tag, result.nbytes, False)
 
-    def _forward_down(self, task: TreeTask, chunk: int, turn: int) -> None:
-        pending, buffer = self._results.pop((task.piece, chunk))
+    def _forward_down(self, task: TreeTask, chunk: int, arrival: Arrival) -> None:
+        pending, buffer = arrival
         pending.wait()
         codec = self._down_codec[task.piece]
-        self._send_down(task, chunk, turn, None if codec is None else buffer)
+        self._send_down(task, chunk, None if codec is None else buffer)
         if codec is not None:
             result = self._result(task.piece, chunk)
             result.copy_(codec.decode(buffer, result.numel()))
@@ -317,20 +347,25 @@ class TreeExecutor:
             place = self.pool.acquire(size, dtype)
         return self.messenger.receive(place, source, tag), place
 
-    def _send(self, tensor: Tensor, to: int, tag: int, turn: int, plain: int, back: bool) -> None:
+    def _send(self, tensor: Tensor, to: int, tag: int, plain: int, back: bool) -> None:
         counts = self.options.byte_counts
         if counts is not None:
             counts.sent[self._levels[to]] += tensor.nbytes
             counts.uncompressed[self._levels[to]] += plain
-        self._sends.append((turn, self.messenger.send(tensor, to, tag), tensor, back))
+        self._sends.append((self.messenger.send(tensor, to, tag), tensor, back))
+        self._held += back
 
-    def _wait_sends(self, turn: int) -> None:
-        """Waits for the sends up to a turn. Their receivers need nothing more from this rank to take them."""
-        while self._sends and self._sends[0][0] <= turn:
-            _, pending, tensor, back = self._sends.popleft()
+    def _end_sends(self) -> bool:
+        """Forgets sends that are done."""
+        moved = False
+        while self._sends and self._sends[0][0].done:
+            pending, tensor, back = self._sends.popleft()
             pending.wait()
             if back:
                 self.pool.release(tensor)
+                self._held -= 1
+            moved = True
+        return moved
 
     def _codec(self, peer: int) -> Codec | None:
         return level_setting(self._compress, self._levels[peer]) if self._compress else None
@@ -367,6 +402,37 @@ class TreeExecutor:
         return self._tags[peer, piece, direction] + number * self._chunks[piece] + chunk
 
 
+class _ChunkFlow:
+    """The chunks of one piece that come to this rank: sums from its children, or results from its parent."""
+
+    def __init__(self, task: TreeTask) -> None:
+        self.task = task
+        self.chunk = 0  # the next one
+        self.posted = 0  # so many of the first have their receives
+        self.arriving: deque[list[Arrival]] = deque()  # by chunk, from the next one on
+
+    def post(self, receives: list[Arrival]) -> None:
+        self.arriving.append(receives)
+        self.posted += 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next chunk is here. Raises the error of a message that failed."""
+        if not self.arriving:
+            return False
+        here = True
+        for message, _ in self.arriving[0]:
+            if message.done:
+                message.wait()
+            else:
+                here = False
+        return here
+
+    def take(self) -> tuple[int, list[Arrival]]:
+        self.chunk += 1
+        return self.chunk - 1, self.arriving.popleft()
+
+
 @dataclass(frozen=True)
 class _TaskOrder:
     """The tasks of a route by rank: by piece, in the order of adding, and in the order of sending down.
@@ -381,7 +447,6 @@ class _TaskOrder:
     broadcast_order: tuple[tuple[TreeTask, ...], ...]
     served: tuple[tuple[tuple[int, ...], ...], ...]  # by rank and piece, the children in the order of sending down
     widest: tuple[int, ...]  # by piece, the most sums that a rank sends to its parent
-    heights: tuple[int, ...]  # by piece, stages from the farthest leaf to the root
 
 
 @lru_cache(maxsize=128)
@@ -406,7 +471,6 @@ def _task_order(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], orde
         broadcast_order=tuple(tuple(sorted(own, key=lambda task: (task.depth, task.piece))) for own in tasks),
         served=tuple(tuple(served(rank, task) for task in own) for rank, own in enumerate(tasks)),
         widest=tuple(max(len(task.rest) for task in piece) for piece in by_piece),
-        heights=tuple(max(task.height for task in piece) for piece in by_piece),
     )
 
 

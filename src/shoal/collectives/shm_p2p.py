@@ -60,6 +60,7 @@ class ShmMessage:
 
     def finish(self, error: CollectiveError | None = None) -> None:
         self.error, self.done = error, True
+        self.messenger.finished += 1
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.done:
@@ -91,6 +92,7 @@ class ShmMessenger:
         self._progress_thread: threading.Thread | None = None
         self._wanted = threading.Event()
         self._closed = False
+        self.finished = 0  # messages, with or without an error
         self.moved = 0  # slots that this rank has filled and emptied
         page = [memoryview(segment)[:CONTROL_BYTES] for segment in shm.segments]
 
@@ -172,6 +174,19 @@ class ShmMessenger:
                 self._check_peers(message, waiting.began, timeout)
         if waiting is not None:
             self.segment.record_wait(CollectiveOp("none"))
+
+    def progress(self) -> bool:
+        """Moves what can be moved now. Returns whether that was anything."""
+        with self._lock:
+            self._check()
+            return self._progress()
+
+    def check_peers(self, began: float) -> None:
+        """Raises if a rank whose message a collective waits for can no longer send or take it."""
+        with self._lock:
+            pending = next((message for message in self._pending() if message.op_number), None)
+        if pending is not None:
+            self._check_peers(pending, began, None)
 
     def _check_peers(self, message: ShmMessage, began: float, timeout: float | None) -> None:
         peers = self.segment.others if message.peer == ANY_SOURCE else [message.peer]
@@ -291,10 +306,14 @@ class ShmMessenger:
                     receive.finish()
                 return
 
+    def _pending(self) -> list[ShmMessage]:
+        """Messages that are not done."""
+        pending = [message for queue in (*self._out.values(), *self._posted.values()) for message in queue]
+        return pending + [each.receive for each in self._current.values() if each.receive is not None]
+
     def _fail_all(self, error: CollectiveError) -> None:
         """Ends all messages with an error."""
-        pending = [message for queue in (*self._out.values(), *self._posted.values()) for message in queue]
-        pending += [partial.receive for partial in self._current.values() if partial.receive is not None]
+        pending = self._pending()
         self._out.clear()
         self._posted.clear()
         self._current.clear()

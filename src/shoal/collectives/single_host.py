@@ -23,6 +23,8 @@ SPREAD_BYTES = 1 << 15  # from this size on, with three ranks or more, each rank
 
 
 class SingleHostTransport:
+    overlapping = None  # the segment knows of one collective at a time
+
     def __init__(self, segment: ShmSegment, messenger: ShmMessenger) -> None:
         self.segment = self.health = segment
         self.messenger = messenger
@@ -214,7 +216,7 @@ class SingleHostTransport:
 
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
-    ) -> Tensor:
+    ) -> None:
         """Sums partial sums into this rank's first one. Every rank adds up those of all ranks, slot by slot."""
         segment, rank = self.segment, self.rank
         result = next(iter(partials.values()))
@@ -241,7 +243,6 @@ class SingleHostTransport:
             fold_partials(lanes, pieces, out, SUM, self.scratch)
 
         self._turns(op, -(-length // step), stage, take)
-        return result
 
     def prefix_sum(self, flat: Tensor, reduction: Reduction, op: CollectiveOp, exclusive: bool) -> Tensor:
         """The all-reduce over the ranks up to this one (`exclusive`: below it)."""

@@ -27,8 +27,16 @@ from shoal.errors import CollectiveError
 
 UNATTENDED_SECONDS = 0.002  # after this time without a leader the messenger's own thread leads
 LONGEST_NAP_SECONDS = 0.02  # of that thread while others lead
+NEWS_SECONDS = 0.001  # between looks of a thread that waits for any message while another one leads
 CLOSE_SECONDS = 1.0  # for a thread that still waits when the group closes
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+class _NewsFollower:
+    """Waits for any message while another thread leads."""
+
+    baton: Any = None
+    patience = NEWS_SECONDS
 
 
 class TcpMessenger:
@@ -37,6 +45,7 @@ class TcpMessenger:
     def __init__(self, members: Sequence[GroupMember], rank: int, connections: Mapping[int, Any]) -> None:
         self.members, self.rank = members, rank
         self.failure: CollectiveError | None = None
+        self.finished = 0  # messages, with or without an error
         self._lock = threading.Lock()
         self._any_source: dict[int, deque[TcpMessage]] = {}
         self.streams = {
@@ -51,7 +60,7 @@ class TcpMessenger:
             close_in_children(stream.connection)
         self._leading = False
         self._leads = 0  # how often a caller has led
-        self._followers: deque[TcpMessage] = deque()
+        self._followers: deque[TcpMessage | _NewsFollower] = deque()
         self._unattended: list[TcpMessage] = []  # users' messages, which nobody may wait for
         self._thread: threading.Thread | None = None
         self._thread_leads = False
@@ -100,7 +109,7 @@ class TcpMessenger:
                 else:
                     stream.post(message)
                     if not attended and stream.due:
-                        stream.pull(message)
+                        stream.pull(lambda: message.done)
             if not (attended or message.done):
                 self._attend(message)
         return message
@@ -135,47 +144,59 @@ class TcpMessenger:
 
     def wait(self, message: TcpMessage, seconds: float | None = None) -> None:
         """Moves messages until this one is done or the seconds are over. The caller looks at its error."""
-        while not message.done:
+        self._wait(lambda: message.done, message, self.streams.get(message.peer), seconds)
+
+    def wait_news(self, finished: int, interrupted: Callable[[], bool], seconds: float | None = None) -> None:
+        """Likewise, until another message than these first `finished` ones is done, or the caller is `interrupted`:
+        whoever changes that calls `wake`."""
+        self._wait(lambda: self.finished != finished or interrupted(), _NewsFollower(), None, seconds)
+
+    def _wait(
+        self,
+        ended: Callable[[], bool],
+        follower: "TcpMessage | _NewsFollower",
+        first: TcpStream | None,
+        seconds: float | None,
+    ) -> None:
+        while not ended():
             with self._lock:
-                if message.done:
+                if ended():
                     return
                 leads = not self._leading
                 if leads:
                     self._leading = True
                     self._leads += 1
                 else:
-                    message.baton = baton = threading.Lock()
+                    follower.baton = baton = threading.Lock()
                     baton.acquire()
-                    self._followers.append(message)
+                    self._followers.append(follower)
                     if self._thread_leads:
                         os.eventfd_write(self._wake, 1)
             try:
                 if leads:
-                    self._lead(lambda: message.done, message, seconds)
+                    self._lead(ended, first, seconds)
                 else:
-                    baton.acquire(timeout=-1 if seconds is None else seconds)
+                    baton.acquire(timeout=follower.patience if seconds is None else seconds)
             finally:
-                self._hand_over(message, leads)
-            if seconds is not None and not message.done:
+                self._hand_over(follower, leads)
+            if seconds is not None:
                 return
 
-    def _lead(self, ended: Callable[[], bool], awaited: TcpMessage | None, seconds: float | None) -> None:
+    def _lead(self, ended: Callable[[], bool], first: TcpStream | None, seconds: float | None) -> None:
         streams = tuple(self.streams.values())
-        first = self.streams.get(awaited.peer) if awaited is not None else None
         lock, poll, by_descriptor = self._lock, self._epoll.poll, self._by_descriptor
-        with lock:
-            if first is not None:
-                first.readable = True  # perhaps: reading is as cheap as asking
-                first.pull(awaited)
+        if first is not None:
+            first.readable = True  # perhaps: reading is as cheap as asking
         while True:
             with lock:
+                more = False
                 for stream in streams:
                     if stream.due:
-                        stream.pull(awaited)
+                        more = stream.pull(ended) or more
                 if ended():
                     return
-                if any(stream.due for stream in streams):
-                    continue
+            if more:
+                continue
             events = poll(seconds)
             with lock:
                 for descriptor, mask in events:
@@ -192,15 +213,20 @@ class TcpMessenger:
                 if seconds is not None and not events:
                     return
 
-    def _hand_over(self, message: TcpMessage, led: bool) -> None:
+    def wake(self) -> None:
+        """Lets a thread that leads look whether it is interrupted. Any thread may call this."""
+        if self._leading and not self._closed:
+            os.eventfd_write(self._wake, 1)
+
+    def _hand_over(self, follower: "TcpMessage | _NewsFollower", led: bool) -> None:
         """Ends a turn as leader or follower. The first follower leads next."""
         with self._lock:
             if led:
                 self._leading = False
             else:
-                message.baton = None
-                if message in self._followers:
-                    self._followers.remove(message)
+                follower.baton = None
+                if follower in self._followers:
+                    self._followers.remove(follower)
             if not self._leading:
                 self._call_follower()
 

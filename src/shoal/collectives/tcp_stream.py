@@ -46,6 +46,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class MessageOwner(Protocol):
+    finished: int  # messages, with or without an error
+
     def wait(self, message: "TcpMessage", seconds: float | None = None) -> None:
         """Returns when the message is done."""
         ...
@@ -55,6 +57,8 @@ class MessageOwner(Protocol):
 
 class TcpMessage:
     """A send or a receive in progress. `peer` is the other rank; a receive from any rank learns it late."""
+
+    patience = -1  # of a thread that waits for it while another one leads: without end
 
     def __init__(
         self, owner: MessageOwner, tensor: Tensor, peer: int, tag: int, op: object, claim: ReceiveClaim | None = None
@@ -84,6 +88,7 @@ class TcpMessage:
 
     def finish(self, error: CollectiveError | None = None, lost: str = "") -> None:
         self.error, self.lost, self.done = error, lost, True
+        self._owner.finished += 1
         if self.baton is not None:
             self.baton.release()
             self.baton = None
@@ -219,22 +224,23 @@ class TcpStream:
             return False
         return (self.readable or self._staged[1] - self._staged[0] >= HEADER_BYTES) and not self.closed
 
-    def pull(self, awaited: TcpMessage | None = None) -> None:
-        """Reads what is there, until the awaited message is done, nobody wants more, or others should have a turn."""
+    def pull(self, ended: Callable[[], bool]) -> bool:
+        """Reads what is there, until a message after which the caller has `ended`, nobody wants more, or others should
+        have a turn. Returns whether there may be more."""
         before, turns = self.received_bytes, 0
-        while self.due and self.received_bytes - before < PULL_BYTES and turns < PULL_TURNS:
+        while self.due:
             arrival, turns = self._arrival, turns + 1
             try:
                 if arrival is None:
                     arrival = self._arrival = self._begin()
                 elif arrival.moved < arrival.length:
-                    self._read_body(arrival)
+                    arrival.moved += self._read_into(arrival.memory[arrival.moved :])
             except BlockingIOError:
                 self.readable = False
-                return
+                return False
             except OSError as error:
                 self.close(_loss_text(error))
-                return
+                return False
             except BaseException:  # a signal of the user's: what was read is not counted
                 self.close("a read was interrupted")
                 raise
@@ -243,8 +249,11 @@ class TcpStream:
                 self.received_messages += 1
                 if arrival.receive is not None:
                     self._complete(arrival, arrival.receive)
-                    if awaited is not None and awaited.done:
-                        return
+                    if ended():
+                        return True
+            if self.received_bytes - before >= PULL_BYTES or turns == PULL_TURNS:
+                return True
+        return False
 
     def _begin(self) -> TcpArrival | None:
         """Reads a header, and some bytes behind it. Returns the message that begins, with its first bytes."""
@@ -308,9 +317,6 @@ class TcpStream:
                 self._waiting += 1
                 return receive
         return None
-
-    def _read_body(self, arrival: TcpArrival) -> None:
-        arrival.moved += self._read_into(arrival.memory[arrival.moved :])
 
     def _read_into(self, memory: memoryview) -> int:
         count: int = self.connection.recv_into(memory)

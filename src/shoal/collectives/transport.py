@@ -1,7 +1,7 @@
 """Opens a group's transport: shared memory if all ranks are on one host, messages if there are several hosts.
 
 All ranks call `open_transport` together, each with the same store. Both transports implement `CollectiveTransport`,
-whose collectives block and run in the same order on every rank.
+whose collectives run in the same order on every rank, and block, but for those that can be begun and left.
 """
 
 import logging
@@ -38,6 +38,7 @@ from shoal.collectives.shm_segment import (
 )
 from shoal.collectives.single_host import SingleHostTransport
 from shoal.collectives.stats import CommStats
+from shoal.collectives.work_queue import StartedCollective
 from shoal.errors import CollectiveError, InputError, PeerLost, ShoalError
 from shoal.numerics.lanes import Span
 from shoal.transport.credentials import CREDENTIALS_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
@@ -78,8 +79,27 @@ class GroupHealth(Protocol):
         ...
 
 
+class OverlappingTransport(Protocol):
+    """A transport of which several collectives can be under way. All are begun in the same order on every rank."""
+
+    def begin_all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> StartedCollective: ...
+    def begin_ordered_reduce(
+        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
+    ) -> StartedCollective: ...
+    def begin_all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> StartedCollective: ...
+
+    def wake(self) -> None:
+        """Lets a thread in `StartedCollective.finish` look whether it is interrupted."""
+        ...
+
+
 class CollectiveTransport(Protocol):
     """Moves the tensors of a group: flat contiguous ones, as bytes except in reductions."""
+
+    @property
+    def overlapping(self) -> OverlappingTransport | None:
+        """This transport, if several of its collectives can be under way."""
+        ...
 
     @property
     def sequence(self) -> int:
@@ -97,7 +117,7 @@ class CollectiveTransport(Protocol):
     ) -> None: ...
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
-    ) -> Tensor: ...
+    ) -> None: ...
     def prefix_sum(self, flat: Tensor, reduction: Reduction, op: CollectiveOp, exclusive: bool) -> Tensor: ...
     def broadcast(self, flat: Tensor, root: int, op: CollectiveOp) -> None: ...
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> None: ...

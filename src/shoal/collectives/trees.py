@@ -27,9 +27,10 @@ from shoal.errors import InputError
 from shoal.numerics.lanes import Span, split_point, subtrees
 
 GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels depend on the start of a slice
-MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19  # bytes of a piece in one message: worth a message; stays in cache
+MIN_CHUNK, MAX_CHUNK = 1 << 19, 1 << 20  # bytes of a piece in one message: worth a message; stays in cache
 SLOW_CHUNK, CHUNK_SECONDS = 1 << 16, 0.001  # on slow links a message of this time is worth one, down to so many bytes
-CHUNKS = 16  # of a piece, within these limits: so that stages overlap
+CHUNKS = 2  # of a piece, within these limits, for each stage of a route: so that stages overlap
+COMPRESSED_CHUNK = 1 << 19
 MAX_CHUNKS = 4096  # of a tensor: each is a message with its own tag
 MAX_PIECES = 4  # per rank: more would balance uneven hosts better, but take too many messages
 
@@ -48,6 +49,11 @@ class TreeRoute:
     @cached_property
     def roots(self) -> tuple[int, ...]:
         return tuple(next(rank for rank, parent in enumerate(parents) if parent == rank) for parents in self.parents)
+
+    @cached_property
+    def stages(self) -> int:
+        """From the farthest leaf to its root."""
+        return max(_depth(parents, rank) for parents in self.parents for rank in range(self.size))
 
     @cached_property
     def _hash(self) -> int:
@@ -70,9 +76,11 @@ def least_chunk(bytes_per_second: float) -> int:
     return round(min(MIN_CHUNK, max(SLOW_CHUNK, bytes_per_second * CHUNK_SECONDS)))
 
 
-def chunk_size(piece_bytes: int, num_bytes: int, compressed: bool = False, least: int = MIN_CHUNK) -> int:
+def chunk_size(
+    piece_bytes: int, num_bytes: int, stages: int = 1, compressed: bool = False, least: int = MIN_CHUNK
+) -> int:
     """Bytes of a chunk of the largest piece. Compression makes smaller messages, so its chunks are larger."""
-    wanted = MAX_CHUNK if compressed else min(MAX_CHUNK, max(least, piece_bytes // CHUNKS))
+    wanted = COMPRESSED_CHUNK if compressed else min(MAX_CHUNK, max(least, piece_bytes // (CHUNKS * max(1, stages))))
     return max(wanted, num_bytes // MAX_CHUNKS)
 
 

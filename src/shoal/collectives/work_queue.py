@@ -1,43 +1,81 @@
-"""Runs a group's collectives one at a time, in the order of their calls.
+"""Runs a group's collectives in the order of their calls.
 
 A blocking call runs on the caller's thread, after those in the queue. An asynchronous one enters the queue. The queue's
 thread runs it, or a thread that waits for it: so waiting costs no switch of threads.
+
+    begun    ├ all-reduce 1 ────────────┤        A collective that can be begun and left (`StartedCollective`) is begun
+                  ├ all-reduce 2 ────────────┤   while others are under way, MOST_BEGUN at once, in the order of calls:
+                       ├ all-reduce 3 ────────── the links have work while one of them waits for its last messages.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+MOST_BEGUN = 16
 CLOSE_SECONDS = 5.0  # for a thread that runs a user's callback
 _SHARED_LOCK = threading.Lock()  # for works that are done when they are made and never change
 
 
-class CollectiveWork(dist.Work):
-    """An issued collective, with the interface of torch's."""
+class StartedCollective(Protocol):
+    """A collective that has begun."""
 
-    def __init__(self, queue: "WorkQueue | None", action: Callable[[], None] | None, value: Any) -> None:
+    def finish(self, interrupted: Callable[[], bool]) -> bool:
+        """Goes on until it is done. False: it is not, since the caller is `interrupted`. Collectives are finished in
+        the order in which they were begun."""
+        ...
+
+
+CollectiveAction = Callable[[], StartedCollective | None]  # None: it is done
+
+
+class CollectiveWork(dist.Work):
+    """An issued collective, with the interface of torch's. `leaves`: its action may begin it and leave it."""
+
+    def __init__(
+        self, queue: "WorkQueue | None", action: CollectiveAction | None, value: Any, leaves: bool = False
+    ) -> None:
         super().__init__()
-        self._queue, self._action, self._value = queue, action, value
+        self._queue, self._action, self._value, self.leaves = queue, action, value, leaves
+        self._started: StartedCollective | None = None
         self._done = action is None
         self._error: BaseException | None = None
         self._promise: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None  # follows the promise
         self._guard = threading.Lock() if action is not None else _SHARED_LOCK
 
-    def run(self, on_error: Callable[[BaseException], None]) -> None:
-        """Runs under the queue's lock. `complete_future` follows without it, since a callback may issue more."""
+    def begin(self, on_error: Callable[[BaseException], None]) -> None:
+        """Runs under the queue's lock, as `go_on` does. `complete_future` follows without it, since a callback may
+        issue more."""
         assert self._action is not None
         try:
-            self._action()
+            self._started = self._action()
         except BaseException as error:
             on_error(error)
             self._error = error
         self._action = None
+        if self._started is None:
+            self._end()
+
+    def go_on(self, interrupted: Callable[[], bool], on_error: Callable[[BaseException], None]) -> bool:
+        """Returns whether it is done, with or without an error."""
+        if self._started is not None:
+            try:
+                if not self._started.finish(interrupted):
+                    return False
+            except BaseException as error:
+                on_error(error)
+                self._error = error
+            self._started = None
+            self._end()
+        return True
+
+    def _end(self) -> None:
         with self._guard:
             self._done = True
 
@@ -92,23 +130,37 @@ class CollectiveWork(dist.Work):
 
 
 class WorkQueue:
+    """`wake` ends the wait of a thread in `StartedCollective.finish`, so that it looks whether it is interrupted."""
+
     def __init__(
-        self, name: str, set_limit: Callable[[timedelta | None], None], on_error: Callable[[BaseException], None]
+        self,
+        name: str,
+        set_limit: Callable[[timedelta | None], None],
+        on_error: Callable[[BaseException], None],
+        wake: Callable[[], None],
     ) -> None:
         self.name = name
         self._set_limit = set_limit  # sets the time limit of the running collective; None: the group's
         self._on_error = on_error  # gets the exception of a collective
+        self._wake = wake
         self._waiting: deque[CollectiveWork] = deque()
-        self._run_lock = threading.Lock()  # held by the thread that runs a collective
+        self._begun: deque[CollectiveWork] = deque()
+        self._run_lock = threading.Lock()  # held by the thread that runs collectives
         self._available = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._in_callbacks = 0  # threads in a user's callback, which may wait for a later collective
         self._closed = False
 
-    def run(self, action: Callable[[], None], value: Any, asynchronous: bool) -> CollectiveWork:
-        if asynchronous:
-            work = CollectiveWork(self, action, value)
+    def run(self, action: CollectiveAction, value: Any, asynchronous: bool, leaves: bool = False) -> CollectiveWork:
+        """`leaves`: the action may begin its collective and leave it, also if the call is a blocking one."""
+        if asynchronous or leaves:
+            work = CollectiveWork(self, action, value, leaves)
             self._waiting.append(work)
+            if self._begun:
+                self._wake()
+            if not asynchronous:
+                work.wait()
+                return work
             if self._in_callbacks >= len(self._threads):
                 self._threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
                 self._threads[-1].start()
@@ -116,16 +168,33 @@ class WorkQueue:
             return work
         while True:
             with self._run_lock:
-                earlier = self._waiting.popleft() if self._waiting else None
-                if earlier is None:
+                if not (self._waiting or self._begun):
                     try:
                         action()
                     except BaseException as error:
                         self._on_error(error)
                         raise
                     return CollectiveWork(None, None, value)
-                earlier.run(self._on_error)
-            earlier.complete_future()
+                earlier = self._run_next()
+            if earlier is not None:
+                earlier.complete_future()
+
+    def _run_next(self) -> CollectiveWork | None:
+        """Runs under the lock: begins what can begin, and goes on with the oldest. Returns a work that is done; None:
+        there is none, or more can begin."""
+        while self._can_begin():
+            work = self._waiting.popleft()
+            work.begin(self._on_error)
+            self._begun.append(work)
+        if self._begun and self._begun[0].go_on(self._can_begin, self._on_error):
+            return self._begun.popleft()
+        return None
+
+    def _can_begin(self) -> bool:
+        """Whether the next work can begin beside those that have begun."""
+        if not (self._waiting and self._begun):
+            return bool(self._waiting)
+        return len(self._begun) < MOST_BEGUN and self._waiting[0].leaves and self._begun[-1].leaves
 
     def run_until_done(self, work: CollectiveWork, limit: timedelta | None) -> None:
         """Runs the queue until this work is done."""
@@ -134,9 +203,7 @@ class WorkQueue:
         try:
             while not work.is_completed():
                 with self._run_lock:
-                    ran = self._waiting.popleft() if self._waiting and not work.is_completed() else None
-                    if ran is not None:
-                        ran.run(self._on_error)
+                    ran = None if work.is_completed() else self._run_next()
                 if ran is not None:
                     ran.complete_future()
         finally:
@@ -146,18 +213,17 @@ class WorkQueue:
     def _serve(self) -> None:
         while True:
             self._available.acquire()
+            while not self._closed and (self._waiting or self._begun):
+                with self._run_lock:
+                    work = self._run_next()
+                if work is not None:
+                    self._in_callbacks += 1
+                    try:
+                        work.complete_future()
+                    finally:
+                        self._in_callbacks -= 1
             if self._closed:
                 return
-            with self._run_lock:
-                work = self._waiting.popleft() if self._waiting else None
-                if work is not None:
-                    work.run(self._on_error)
-            if work is not None:
-                self._in_callbacks += 1
-                try:
-                    work.complete_future()
-                finally:
-                    self._in_callbacks -= 1
 
     def close(self) -> None:
         """Called after the transport has closed: running and queued works fail."""
@@ -167,12 +233,17 @@ class WorkQueue:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(CLOSE_SECONDS)
-        while self._waiting:
-            work = self._waiting.popleft()
-            work.run(self._on_error)
-            work.complete_future()
+        while self._waiting or self._begun:
+            work = self._run_next()
+            if work is not None:
+                work.complete_future()
         self._set_limit = self._on_error = _nothing  # releases the group
+        self._wake = _no_wake
 
 
 def _nothing(_: Any) -> None:
+    return
+
+
+def _no_wake() -> None:
     return

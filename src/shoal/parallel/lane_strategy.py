@@ -155,10 +155,11 @@ class LaneStrategy(ABC):
 
         if stats.came_late:
             return self._reduce_again(local)
-        if self.overlapped:  # the slowest worker's buckets come last
+        if self.overlapped:  # the rows come after the buckets, and the slowest worker's buckets last
             behind = max(0.0, max(stats.compute_by_worker) - local.compute_seconds)
-            wait_seconds += min(behind, reduce_seconds)
-            reduce_seconds -= min(behind, reduce_seconds)
+            both = reduce_seconds + wait_seconds
+            wait_seconds = min(behind, both)
+            reduce_seconds = both - wait_seconds
 
         began = time.perf_counter()
         samples = len(local.step_input.indices)

@@ -98,7 +98,6 @@ class OverlappedExchange(CollectiveExchange):
         first = make_buckets(gradients, self._size)
         super().__init__(group, lanes, first + self._buffer_buckets, count, len(first))
         self._pending: list[PendingTensor] = []  # by bucket
-        self._whole = True  # all buckets of the last pass have been reduced
         self._arrivals: list[int] | None = []  # parameters, as their gradients came; None: the order is known
         self._next_order: list[int] = []  # parameters in the order to follow from the next pass on; empty: as it is
 
@@ -110,7 +109,8 @@ class OverlappedExchange(CollectiveExchange):
     def begin(self, spans: Sequence[Span], assignment: Sequence[Span]) -> None:
         """Begins a pass. A pass that ended in an error has left buckets on the way, which the other workers have
         taken for this one's: they compute the step again, too."""
-        if self._pending and not self._whole:
+        whole = len(self._pending) == len(self.buckets) and all(pending.done for pending in self._pending)
+        if self._pending and not whole:
             self.group.abandon(f"worker {self.group.rank} computes a step again after its first buckets have left")
             self.group.raise_if_failed()
             raise PeerLost("the group was abandoned")
@@ -121,7 +121,7 @@ class OverlappedExchange(CollectiveExchange):
             self.buckets, self.compressible = buckets + self._buffer_buckets, len(buckets)
             self._flats, self._next_order = {}, []
         self.spans, self.assignment = spans, assignment
-        self._pending, self._whole = [], False
+        self._pending = []
 
     def note_arrival(self, index: int) -> None:
         if self._arrivals is not None:
@@ -133,9 +133,7 @@ class OverlappedExchange(CollectiveExchange):
         self._pending.append(self.begin_reduce(number, self.spans, self.assignment))
 
     def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._whole = True
+        """The rows about the step follow the buckets. They arrive last: collectives end in their order."""
         if self._arrivals is not None:
             last = {index: place for place, index in enumerate(self._arrivals)}
             default = list(reversed(self._gradients))

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.collectives.group import PendingSend, WorkerGroup
+from shoal.collectives.group import PendingTensor, WorkerGroup
 from shoal.errors import JobError
 from shoal.parallel.block_graph import BlockGraph
 from shoal.parallel.pipeline_stages import PipelineStages
@@ -59,7 +59,7 @@ class StageChannel:
         self.group = strategy.group
         self._own_stages = strategy.own_stages
         self.wait_seconds = 0.0  # spent waiting for a message
-        self._in_flight: deque[PendingSend] = deque()
+        self._in_flight: deque[PendingTensor] = deque()
         self._local: dict[tuple[int, int], list[Any]] = {}  # (tag, stage) -> messages that did not have to travel
 
     def drain(self, most: int) -> None:

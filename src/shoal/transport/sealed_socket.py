@@ -17,13 +17,12 @@ from shoal.transport.sealed_records import (
     Buffer,
     RecordCipher,
     RecordDamaged,
-    plain_length,
+    length_error,
 )
-from shoal.transport.secure_socket import next_chunk
+from shoal.transport.secure_socket import DIRECT_BYTES
 from shoal.transport.tls_errors import CHANGED
 
 LEAST_READ = 16 << 10  # asked for in one call, although the record at hand needs less
-LOW_WATER = 64 << 10  # bytes to be there before a sleeping reader wakes, where a record needs as many
 _OUT_BYTES = 2 * (RECORD_BYTES + OVERHEAD_BYTES)
 _IN_BYTES = RECORD_BYTES + OVERHEAD_BYTES + LEAST_READ
 
@@ -72,14 +71,36 @@ class SealedSocket:
                 sent += self._leaving_plain
 
     def _seal(self, buffers: Sequence[Buffer], start: int) -> None:
-        """A large buffer has records of its own, which open right into the memory that waits for it."""
-        end = self._leaving_plain = 0
-        while plain := next_chunk(buffers, start + self._leaving_plain, RECORD_BYTES):
-            if end + len(plain) + OVERHEAD_BYTES > _OUT_BYTES:
+        """Seals what comes next, from byte `start` of the buffers on, as far as there is room. A large buffer has
+        records of its own, which open right into the memory that waits for it; small ones are joined."""
+        out, seal, end = self._out, self._sealer.seal, 0
+        small, taken = bytearray(), 0
+        for buffer in buffers:
+            size = len(buffer)
+            if start >= size:
+                start -= size
+                continue
+            view = memoryview(buffer)
+            if size - start < DIRECT_BYTES and len(small) + size - start <= RECORD_BYTES:
+                small += view[start:]
+                start = 0
+                continue
+            if small:
+                if end + len(small) + OVERHEAD_BYTES > _OUT_BYTES:
+                    break
+                end += seal(small, out[end:])
+                taken += len(small)
+                small.clear()
+            while start < size and end + RECORD_BYTES + OVERHEAD_BYTES <= _OUT_BYTES:
+                sealed = seal(view[start : start + RECORD_BYTES], out[end:])
+                end, start, taken = end + sealed, start + sealed - OVERHEAD_BYTES, taken + sealed - OVERHEAD_BYTES
+            if start < size:
                 break
-            end += self._sealer.seal(plain, self._out[end:])
-            self._leaving_plain += len(plain)
-        self._leaving = self._out[:end]
+            start = 0
+        if small and end + len(small) + OVERHEAD_BYTES <= _OUT_BYTES:
+            end += seal(small, out[end:])
+            taken += len(small)
+        self._leaving, self._leaving_plain = out[:end], taken
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -114,15 +135,15 @@ class SealedSocket:
     def _next_record(self) -> int:
         """Reads until a whole record is there. Returns its length; 0 at the end of the connection."""
         while True:
-            try:
-                length = plain_length(self._in[self._start : self._end])
-            except RecordDamaged as error:
-                raise self._refused(error) from None
             # The next record's length comes with this one, so that a reader can sleep until all of it is there.
-            needed = LENGTH.size if length is None else OVERHEAD_BYTES + length
-            have = self._end - self._start
-            if length is not None and have >= needed:
-                return length
+            have, needed = self._end - self._start, LENGTH.size
+            if have >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(self._in, self._start)
+                if not 0 < length <= RECORD_BYTES:
+                    raise self._refused(length_error(length))
+                needed = OVERHEAD_BYTES + length
+                if have >= needed:
+                    return int(length)
             wanted = max(needed - have + LENGTH.size, LEAST_READ)
             if self._end + wanted > _IN_BYTES:
                 self._in[:have] = self._in[self._start : self._end]
@@ -131,7 +152,7 @@ class SealedSocket:
             try:
                 count = self._socket.recv_into(self._in[self._end : self._end + wanted])
             except BlockingIOError:
-                self._wake_at(min(needed - have, LOW_WATER))
+                self._wake_at(needed - have)
                 raise
             if not count:
                 if have:
