@@ -57,8 +57,8 @@ def test_every_level_between_ranks_is_measured_by_pairs(text: str, expected: dic
 
 def test_chunks_are_worth_a_message_and_let_stages_overlap() -> None:
     assert chunk_size(100, 400) == MIN_CHUNK
-    assert chunk_size(CHUNKS * 300_000, 4 * CHUNKS * 300_000) == 300_000
-    assert chunk_size(2 * CHUNKS * 300_000, 8 * CHUNKS * 300_000, stages=2) == 300_000
+    assert chunk_size(CHUNKS * 700_000, 4 * CHUNKS * 700_000) == 700_000
+    assert chunk_size(2 * CHUNKS * 700_000, 8 * CHUNKS * 700_000, stages=2) == 700_000
     assert chunk_size(1 << 26, 1 << 28) == MAX_CHUNK and chunk_size(100, 400, compressed=True) == COMPRESSED_CHUNK
     assert -(-(1 << 36) // chunk_size(1 << 34, 1 << 36)) <= MAX_CHUNKS
 

@@ -29,7 +29,9 @@ def test_what_a_compressor_leaves_between_tensors_is_not_added_again() -> None:
     class Leaky(SoloGroup):
         """A merge whose result has something between the tensors, as that of a lossy code has."""
 
-        def ordered_reduce(self, lanes: int, assignment: Any, partials: Any, key: Any = None) -> PendingTensor:
+        def ordered_reduce(
+            self, lanes: int, assignment: Any, partials: Any, key: Any = None, attended: bool = False
+        ) -> PendingTensor:
             (flat,) = partials.values()
             seen.append(flat.clone())
             return ReadyTensor(flat.fill_(5.0))

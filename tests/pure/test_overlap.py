@@ -77,11 +77,15 @@ class Watched(SoloGroup):
     def gather_rows(self, row: Tensor) -> Tensor:
         return torch.stack([row, torch.zeros_like(row)])
 
-    def ordered_reduce(self, lanes: int, assignment: Any, partials: Any, key: Any = None) -> PendingTensor:
+    def ordered_reduce(
+        self, lanes: int, assignment: Any, partials: Any, key: Any = None, attended: bool = False
+    ) -> PendingTensor:
         self.begun.append(sum(partial.numel() for partial in partials.values()))
         flats, group = dict(partials), self
 
         class Later:
+            done = True
+
             def wait(self) -> Tensor:
                 group.raise_if_failed()
                 return next(iter(flats.values()))

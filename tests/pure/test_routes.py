@@ -287,8 +287,8 @@ def test_clear_cases(places: tuple[RankPlace, ...], num_bytes: int, expected: st
 
 def test_the_reason_is_a_sentence_with_figures() -> None:
     assert choose_algorithm(IN_ORDER, LINKS, 64 * MB).reason == (
-        "hierarchical: 67.1 MB over 4 ranks on 4 hosts in 2 racks take 276 ms, "
-        "mostly on the uplink of rack a with 67.1 MB in; tree would take 279 ms"
+        "hierarchical: 67.1 MB over 4 ranks on 4 hosts in 2 racks take 278 ms, "
+        "mostly on the uplink of rack a with 67.1 MB in; tree would take 282 ms"
     )
     assert choose_algorithm(alone(8), LINKS, 256).reason == (
         "tree: 256 B over 8 ranks on 8 hosts in 1 rack take 302 µs, 300 µs of it for messages; "

@@ -53,12 +53,18 @@ class WorkerGroup(Protocol):
         ...
 
     def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+        self,
+        lanes: int,
+        assignment: Sequence[Span],
+        partials: Mapping[Span, Tensor],
+        key: Hashable = None,
+        attended: bool = False,
     ) -> PendingTensor:
         """Begins the sum over all workers of flat tensors of one length, this worker's given by subtree.
 
         The reduction owns the memory of `partials` until it is done, and may leave the result there. `key` identifies
-        the tensor for compressors with state; a tensor without a key is not compressed.
+        the tensor for compressors with state; a tensor without a key is not compressed. `attended`: the caller will
+        wait for the sum soon, and does not compute in between.
         """
         ...
 
@@ -129,7 +135,12 @@ class SoloGroup:
         return row.unsqueeze(0)
 
     def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+        self,
+        lanes: int,
+        assignment: Sequence[Span],
+        partials: Mapping[Span, Tensor],
+        key: Hashable = None,
+        attended: bool = False,
     ) -> PendingTensor:
         total = fold(lanes, partials, _add)
         assert total is not None
@@ -223,9 +234,14 @@ class DistributedGroup:
         return self.process_group.gather_rows(row)
 
     def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+        self,
+        lanes: int,
+        assignment: Sequence[Span],
+        partials: Mapping[Span, Tensor],
+        key: Hashable = None,
+        attended: bool = False,
     ) -> PendingTensor:
-        work = self.process_group.ordered_reduce(lanes, assignment, partials, key)
+        work = self.process_group.ordered_reduce(lanes, assignment, partials, key, attended)
         return _WorkHandle(next(iter(partials.values())), work)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -10,23 +10,24 @@ finished in the order in which they were begun, and the monitor sees the oldest.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm
+from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm, readable_bytes
 from shoal.collectives.connect_peers import connect_peers
-from shoal.collectives.cost_model import slowest_bandwidth
+from shoal.collectives.cost_model import complete_assignment, slowest_bandwidth
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.message_router import BACKSTOP_SECONDS, CollectiveMessages, MessageRouter, UserMessage, first_tag
 from shoal.collectives.operation import CollectiveOp
 from shoal.collectives.options import CommConfig
 from shoal.collectives.peer_monitor import PeerMonitor
-from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers
+from shoal.collectives.reduction import SUM, Reduction, ScratchBuffers, fold_partials
 from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, TreeOptions, split_pieces
 from shoal.collectives.shm_p2p import ShmMessenger
 from shoal.collectives.shm_segment import ShmSegment
@@ -36,9 +37,28 @@ from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.collectives.topology import link_level
 from shoal.collectives.trees import TreeRoute, least_chunk
 from shoal.errors import CollectiveError
-from shoal.numerics.lanes import Span
+from shoal.numerics.lanes import Span, subtrees
 
+SMALL_SUM_BYTES, SMALL_SUM_RANKS = 16 << 10, 8  # up to which all ranks add up the sums of all
 Messages = tuple[CollectiveMessages, int]  # of one collective, and its first tag
+
+
+class LaneSpread(TypedDict, total=False):
+    """Which rank has which lanes; without it, rank r has lane r."""
+
+    lanes: int
+    assignment: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class SumRequest:
+    """What is added: this rank's partial sums, where the result goes, and how."""
+
+    partials: Mapping[Span, Tensor]
+    result: Tensor
+    reduction: Reduction
+    key: Hashable  # for compressors with state; None: not compressed
+    spread: LaneSpread = field(default_factory=LaneSpread)
 
 
 class StartedTree:
@@ -194,12 +214,8 @@ class MultiHostTransport:
 
     def begin_all_reduce(self, flat: Tensor, reduction: Reduction, op: CollectiveOp) -> StartedTree:
         work = reduction.prepare(flat)
-        sums, key = {self._own_span: work}, (op.dtype, op.count)
-        return self._begin(
-            op,
-            lambda messages: self._reduction(messages, sums, work, reduction, key),
-            lambda: reduction.finish_into(flat, work, self.size),
-        )
+        total = SumRequest({self._own_span: work}, work, reduction, (op.dtype, op.count))
+        return self._begin_sum(op, total, lambda: reduction.finish_into(flat, work, self.size))
 
     def ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
@@ -209,39 +225,68 @@ class MultiHostTransport:
     def begin_ordered_reduce(
         self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable, op: CollectiveOp
     ) -> StartedTree:
-        result, spans = next(iter(partials.values())), tuple(assignment)
-        return self._begin(
-            op, lambda messages: self._reduction(messages, partials, result, SUM, key, lanes=lanes, assignment=spans)
-        )
+        spread: LaneSpread = {"lanes": lanes, "assignment": tuple(assignment)}
+        return self._begin_sum(op, SumRequest(partials, next(iter(partials.values())), SUM, key, spread))
 
-    def _reduction(
-        self,
-        messages: Messages,
-        partials: Mapping[Span, Tensor],
-        result: Tensor,
-        reduction: Reduction,
-        key: Hashable,
-        **lanes: Any,
-    ) -> TreeExecutor:
+    def _begin_sum(
+        self, op: CollectiveOp, total: SumRequest, complete: Callable[[], None] = lambda: None
+    ) -> StartedTree:
+        result = total.result
         if not result.numel():
-            return self._meeting(messages)
-        adding = result.is_floating_point() and reduction.combine is torch.add
-        compressed = bool(self.config.compress) and adding and key is not None
-        choice = self._choose(result.nbytes, result.element_size(), compressed, **lanes)
-        if self._largest is None or result.nbytes >= self._largest[0]:
-            self._largest = result.nbytes, choice
+            return self._begin(op, self._meeting, complete)
+        adding = result.is_floating_point() and total.reduction.combine is torch.add
+        compressed = bool(self.config.compress) and adding and total.key is not None
+        small = result.nbytes <= SMALL_SUM_BYTES and self.size <= SMALL_SUM_RANKS
+        if small and not compressed and self.config.algorithm is None:
+            return self._begin_small_sum(op, total, complete)
+        return self._begin(op, lambda messages: self._sum_tree(messages, total, compressed), complete)
+
+    def _sum_tree(self, messages: Messages, total: SumRequest, compressed: bool) -> TreeExecutor:
+        result = total.result
+        choice = self._choose(result.nbytes, result.element_size(), compressed, **total.spread)
+        self._note_route(result.nbytes, choice)
         return self._tree(
             messages,
             choice.route,
-            {span: split_pieces(choice.route, partial) for span, partial in partials.items()},
+            {span: split_pieces(choice.route, partial) for span, partial in total.partials.items()},
             split_pieces(choice.route, result),
-            combine=reduction.combine,
+            combine=total.reduction.combine,
             ordered=choice.ordered,
             compress=self.config.compress if compressed else None,
-            key=key,
+            key=total.key,
             byte_counts=self.reduce_bytes,
-            **lanes,
+            **total.spread,
         )
+
+    def _begin_small_sum(self, op: CollectiveOp, total: SumRequest, complete: Callable[[], None]) -> StartedTree:
+        """Every rank gets the partial sums of all, and adds them up itself: one message on the way instead of two."""
+        lanes, assignment = complete_assignment(self.size, total.spread.get("lanes"), total.spread.get("assignment"))
+        held, count = [subtrees(lanes, span) for span in assignment], total.result.numel()
+        rows = [torch.empty(len(spans), count, dtype=total.result.dtype) for spans in held]
+        for place, span in enumerate(held[self.rank]):
+            rows[self.rank][place].copy_(total.partials[span])
+
+        def gather(messages: Messages) -> TreeExecutor:
+            choice = self._choose(total.result.nbytes * self.size, 1, own_pieces=True, up=False)
+            size = readable_bytes(total.result.nbytes)
+            reason = f"gather: {size} are few: each of {self.size} ranks sends its sums to all, which add them up"
+            self._note_route(total.result.nbytes, replace(choice, name="gather", reason=reason))
+            return self._tree(
+                messages, choice.route, {}, [row.view(-1) for row in rows], up=False, byte_counts=self.reduce_bytes
+            )
+
+        def add() -> None:
+            found = {
+                span: row for spans, own in zip(held, rows, strict=True) for span, row in zip(spans, own, strict=True)
+            }
+            fold_partials(lanes, found, total.result, total.reduction, self._scratch)
+            complete()
+
+        return self._begin(op, gather, add)
+
+    def _note_route(self, num_bytes: int, choice: AlgorithmChoice) -> None:
+        if self._largest is None or num_bytes >= self._largest[0]:
+            self._largest = num_bytes, choice
 
     def _meeting(self, messages: Messages) -> TreeExecutor:
         """A tree that is done when all ranks have begun it."""

@@ -381,11 +381,17 @@ class ShoalProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def ordered_reduce(
-        self, lanes: int, assignment: Sequence[Span], partials: Mapping[Span, Tensor], key: Hashable = None
+        self,
+        lanes: int,
+        assignment: Sequence[Span],
+        partials: Mapping[Span, Tensor],
+        key: Hashable = None,
+        attended: bool = False,
     ) -> CollectiveWork:
         """Sums the partial sums of all ranks, given by subtree of the lanes' tree, in the order of the tree.
 
-        The sum overwrites each rank's first partial sum. All are flat contiguous tensors of one length.
+        The sum overwrites each rank's first partial sum. All are flat contiguous tensors of one length. `attended`: the
+        caller will wait for it soon.
         """
         first = next(iter(partials.values()))
         # The record has the assignment and not the partial sums: ranks may hold different numbers of them.
@@ -393,10 +399,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
         call = CollectiveOp("ordered_reduce", first.dtype, first.numel(), spans)
 
         given = (lanes, assignment, partials, key, call)
-        begin = None
-        if self._overlapping is not None:
-            begin = functools.partial(self._overlapping.begin_ordered_reduce, *given)
-        return self._issue(functools.partial(self.transport.ordered_reduce, *given), [first], None, begin)
+        if self._overlapping is None:
+            return self._issue(functools.partial(self.transport.ordered_reduce, *given), [first], None)
+        begin = functools.partial(self._overlapping.begin_ordered_reduce, *given)
+        return self._queue.run(begin, [first], asynchronous=True, leaves=True, attended=attended)
 
     def prefix_sum(self, tensor: Tensor, exclusive: bool = False) -> Tensor:
         """The all-reduce over the ranks up to this one; `exclusive`: over the ranks below it."""

@@ -141,23 +141,22 @@ class TreeExecutor:
     ) -> None:
         self.messenger, self.out, self.partials, self.options = messenger, out, partials, options
         self.up, self.down, self.pool, rank = options.up, options.down, options.pool, messenger.rank
-        tensors = [*out, *(piece for pieces in partials.values() for piece in pieces)]
-        self.dtype = next(tensor.dtype for tensor in tensors if tensor is not None)
         lanes, assignment = complete_assignment(messenger.size, options.lanes, options.assignment)
         order = _task_order(route, lanes, assignment, options.ordered)
-        self._tasks, self._served = order.tasks[rank], order.served[rank]
+        self._served = order.served[rank]
 
-        first = next(iter(partials.values()), None)
-        shapes = (out[piece] if first is None else first[piece] for piece in range(len(route.parents)))
-        self._lengths = [0 if tensor is None else tensor.numel() for tensor in shapes]
+        first = next(iter(partials.values()), out)
+        self.dtype = next(tensor.dtype for tensor in first if tensor is not None)
+        lengths = tuple([0 if tensor is None else tensor.numel() for tensor in first])
         chunk_bytes, compress = options.chunk_bytes, options.compress
         if chunk_bytes is None:
-            sizes = [length * self.dtype.itemsize for length in self._lengths]
-            chunk_bytes = chunk_size(max(sizes), sum(sizes), route.stages, bool(compress), options.least_chunk)
+            size = self.dtype.itemsize
+            least = options.least_chunk
+            chunk_bytes = chunk_size(max(lengths) * size, sum(lengths) * size, route.stages, bool(compress), least)
         self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
-        self._chunks = [-(-length // self._chunk) for length in self._lengths]
-        self._tags = self._number_tags(options.base)
-        self.tags = sum(chunks * (widest + 1) for chunks, widest in zip(self._chunks, order.widest, strict=True))
+        self._lengths, self._chunks = lengths, tuple([-(-length // self._chunk) for length in lengths])
+        self._tags = _first_tags(order, rank, self._chunks)
+        self.tags = sum([chunks * (widest + 1) for chunks, widest in zip(self._chunks, order.widest, strict=True)])
 
         places = options.places or tuple(RankPlace(str(each)) for each in range(messenger.size))
         self._levels = [link_level(places[rank], place) for place in places]
@@ -379,27 +378,8 @@ class TreeExecutor:
     def _count(self, piece: int, chunk: int) -> int:
         return min(self._chunk, self._lengths[piece] - chunk * self._chunk)
 
-    def _number_tags(self, base: int) -> dict[tuple[int, int, str], int]:
-        """First tags by peer, piece and direction. Both ends count the messages of a pair in order of the pieces."""
-        found: dict[tuple[int, int, str], int] = {}
-        out: Counter[int] = Counter()
-        into: Counter[int] = Counter()
-
-        def count(messages: Counter[int], peer: int, piece: int, direction: str, sums: int) -> None:
-            found[peer, piece, direction] = base + messages[peer]
-            messages[peer] += sums * self._chunks[piece]
-
-        for task in self._tasks:
-            if task.parent is not None:
-                count(out, task.parent, task.piece, "up", len(task.rest))
-                count(into, task.parent, task.piece, "down", 1)
-            for child, sums in task.children:
-                count(into, child, task.piece, "up", sums)
-                count(out, child, task.piece, "down", 1)
-        return found
-
     def _tag(self, peer: int, piece: int, direction: str, chunk: int, number: int = 0) -> int:
-        return self._tags[peer, piece, direction] + number * self._chunks[piece] + chunk
+        return self.options.base + self._tags[peer, piece, direction] + number * self._chunks[piece] + chunk
 
 
 class _ChunkFlow:
@@ -433,7 +413,7 @@ class _ChunkFlow:
         return self.chunk - 1, self.arriving.popleft()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each: the cache finds it by identity
 class _TaskOrder:
     """The tasks of a route by rank: by piece, in the order of adding, and in the order of sending down.
 
@@ -472,6 +452,27 @@ def _task_order(route: TreeRoute, lanes: int, assignment: tuple[Span, ...], orde
         served=tuple(tuple(served(rank, task) for task in own) for rank, own in enumerate(tasks)),
         widest=tuple(max(len(task.rest) for task in piece) for piece in by_piece),
     )
+
+
+@lru_cache(maxsize=1024)
+def _first_tags(order: _TaskOrder, rank: int, chunks: tuple[int, ...]) -> Mapping[tuple[int, int, str], int]:
+    """By peer, piece and direction. Both ends count the messages of a pair in order of the pieces."""
+    found: dict[tuple[int, int, str], int] = {}
+    out: Counter[int] = Counter()
+    into: Counter[int] = Counter()
+
+    def count(messages: Counter[int], peer: int, piece: int, direction: str, sums: int) -> None:
+        found[peer, piece, direction] = messages[peer]
+        messages[peer] += sums * chunks[piece]
+
+    for task in order.tasks[rank]:
+        if task.parent is not None:
+            count(out, task.parent, task.piece, "up", len(task.rest))
+            count(into, task.parent, task.piece, "down", 1)
+        for child, sums in task.children:
+            count(into, child, task.piece, "up", sums)
+            count(out, child, task.piece, "down", 1)
+    return found
 
 
 @lru_cache(maxsize=128)

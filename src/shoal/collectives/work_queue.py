@@ -151,15 +151,24 @@ class WorkQueue:
         self._in_callbacks = 0  # threads in a user's callback, which may wait for a later collective
         self._closed = False
 
-    def run(self, action: CollectiveAction, value: Any, asynchronous: bool, leaves: bool = False) -> CollectiveWork:
-        """`leaves`: the action may begin its collective and leave it, also if the call is a blocking one."""
+    def run(
+        self, action: CollectiveAction, value: Any, asynchronous: bool, leaves: bool = False, attended: bool = False
+    ) -> CollectiveWork:
+        """`leaves`: the action may begin its collective and leave it, also if the call is a blocking one. `attended`:
+        the caller will wait for it soon, so that no other thread need wake for it."""
         if asynchronous or leaves:
             work = CollectiveWork(self, action, value, leaves)
             self._waiting.append(work)
-            if self._begun:
+            if attended and self._run_lock.acquire(blocking=False):
+                try:
+                    self._begin_next()
+                finally:
+                    self._run_lock.release()
+            elif self._begun:
                 self._wake()
             if not asynchronous:
                 work.wait()
+            if attended or not asynchronous:
                 return work
             if self._in_callbacks >= len(self._threads):
                 self._threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
@@ -182,13 +191,16 @@ class WorkQueue:
     def _run_next(self) -> CollectiveWork | None:
         """Runs under the lock: begins what can begin, and goes on with the oldest. Returns a work that is done; None:
         there is none, or more can begin."""
+        self._begin_next()
+        if self._begun and self._begun[0].go_on(self._can_begin, self._on_error):
+            return self._begun.popleft()
+        return None
+
+    def _begin_next(self) -> None:
         while self._can_begin():
             work = self._waiting.popleft()
             work.begin(self._on_error)
             self._begun.append(work)
-        if self._begun and self._begun[0].go_on(self._can_begin, self._on_error):
-            return self._begun.popleft()
-        return None
 
     def _can_begin(self) -> bool:
         """Whether the next work can begin beside those that have begun."""

@@ -98,8 +98,9 @@ class CollectiveExchange:
                 continue  # no worker has a value in it
             for place, values in enumerate(self.partial_sums.values()):
                 self.pack(number, place, values)
-            # The next bucket is packed while this one is reduced.
-            under_way.append((bucket, self.begin_reduce(number, list(self.partial_sums), self.assignment)))
+            # The next bucket is packed while this one is on its way.
+            pending = self.begin_reduce(number, list(self.partial_sums), self.assignment, attended=True)
+            under_way.append((bucket, pending))
         self.partial_sums = {}
         for bucket, pending in under_way:
             unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
@@ -119,11 +120,14 @@ class CollectiveExchange:
         for start, stop in bucket.gaps:  # a compressor leaks into gaps: what stays there would be added again
             flat[start:stop].zero_()
 
-    def begin_reduce(self, number: int, spans: Sequence[Span], assignment: Sequence[Span]) -> PendingTensor:
-        """Begins the sum of a bucket over all workers. `spans`: this worker's subtrees, all of them packed."""
+    def begin_reduce(
+        self, number: int, spans: Sequence[Span], assignment: Sequence[Span], attended: bool = False
+    ) -> PendingTensor:
+        """Begins the sum of a bucket over all workers. `spans`: this worker's subtrees, all of them packed.
+        `attended`: this thread waits for it next."""
         flats = {span: self.flat(number, place) for place, span in enumerate(spans)}
         key = self.first_key + number if number < self.compressible else None
-        return self.group.ordered_reduce(self.lanes, assignment, flats, key)
+        return self.group.ordered_reduce(self.lanes, assignment, flats, key, attended)
 
     def commit(self) -> None:
         self.group.gather_rows(torch.zeros(1, dtype=torch.uint8))
