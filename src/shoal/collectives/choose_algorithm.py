@@ -79,16 +79,17 @@ def choose_algorithm(
         for name in distinct.values()
     }
     ranking = sorted(costs, key=lambda name: (costs[name].seconds, ALGORITHMS.index(name)))
-    best = algorithm or min(ranking, key=lambda name: _sort_key(costs[name]))
+    best = algorithm or min(ranking, key=lambda name: _sort_key(costs[name], found[name]))
     others = tuple((name, costs[name].seconds) for name in ranking if name != best)
     name = f"{best} was asked for" if algorithm is not None else best
     reason = _reason(name, places, num_bytes, costs[best], others)
     return AlgorithmChoice(best, found[best], exact, reason, costs[best].seconds, others, refused)
 
 
-def _sort_key(cost: CollectiveCost) -> tuple[float, float]:
-    """Fast first; of routes that the model cannot tell apart, the one that loads the links least."""
-    return float(f"{cost.seconds:.2g}"), float(f"{cost.load:.9g}")
+def _sort_key(cost: CollectiveCost, route: TreeRoute) -> tuple[float, float, int]:
+    """Fast first; of routes that the model cannot tell apart, the one that loads the links least, then the one with
+    the fewest stages."""
+    return float(f"{cost.seconds:.2g}"), float(f"{cost.load:.2g}"), route.stages
 
 
 def _check(algorithm: str, found: Mapping[str, TreeRoute], refused: Mapping[str, str]) -> None:

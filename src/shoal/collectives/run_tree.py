@@ -153,7 +153,7 @@ class TreeExecutor:
             size = self.dtype.itemsize
             least = options.least_chunk
             chunk_bytes = chunk_size(max(lengths) * size, sum(lengths) * size, route.stages, bool(compress), least)
-        self._chunk = max(1, chunk_bytes // self.dtype.itemsize // GRAIN) * GRAIN
+        self._chunk = -(-chunk_bytes // (self.dtype.itemsize * GRAIN)) * GRAIN
         self._lengths, self._chunks = lengths, tuple([-(-length // self._chunk) for length in lengths])
         self._tags = _first_tags(order, rank, self._chunks)
         self.tags = sum([chunks * (widest + 1) for chunks, widest in zip(self._chunks, order.widest, strict=True)])

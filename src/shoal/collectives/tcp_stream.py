@@ -234,6 +234,8 @@ class TcpStream:
                 if arrival is None:
                     arrival = self._arrival = self._begin()
                 elif arrival.moved < arrival.length:
+                    if not self._plain:
+                        self.connection.owed = arrival.length - arrival.moved
                     arrival.moved += self._read_into(arrival.memory[arrival.moved :])
             except BlockingIOError:
                 self.readable = False
@@ -262,6 +264,8 @@ class TcpStream:
             self._stage[: end - start] = self._stage[start:end]
             start, end = 0, end - start
             self._staged = (start, end)  # the read may raise
+            if not self._plain:
+                self.connection.owed = 0
             end += self._read_into(self._stage[end:])
             self._staged = (start, end)
             if end - start < HEADER_BYTES:

@@ -80,7 +80,9 @@ def chunk_size(
     piece_bytes: int, num_bytes: int, stages: int = 1, compressed: bool = False, least: int = MIN_CHUNK
 ) -> int:
     """Bytes of a chunk of the largest piece. Compression makes smaller messages, so its chunks are larger."""
-    wanted = COMPRESSED_CHUNK if compressed else min(MAX_CHUNK, max(least, piece_bytes // (CHUNKS * max(1, stages))))
+    wanted = (
+        COMPRESSED_CHUNK if compressed else min(MAX_CHUNK, max(least, -(-piece_bytes // (CHUNKS * max(1, stages)))))
+    )
     return max(wanted, num_bytes // MAX_CHUNKS)
 
 

@@ -228,9 +228,10 @@ def _link(way: Any, rank: int, those: Pairs, together: int, lengths: Sequence[in
 
 def _send_and_recv(way: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Point-to-point calls of the transport: through TCP between hosts, through shared memory on one."""
-    if not isinstance(way, SingleHostTransport):
-        return way.router.send, way.router.receive
     op = CollectiveOp("send")
+    if not isinstance(way, SingleHostTransport):
+        messages = way.router.messages_of(op, 0)
+        return messages.send, messages.receive
     return lambda data, to, tag: way.send(data, to, tag, op), lambda data, peer, tag: way.receive(data, peer, tag, op)
 
 

@@ -22,6 +22,7 @@ from shoal.transport.sealed_records import (
 from shoal.transport.secure_socket import DIRECT_BYTES
 from shoal.transport.tls_errors import CHANGED
 
+MOST_AWAITED = 1 << 20  # bytes for which a reader sleeps: the system holds them meanwhile
 LEAST_READ = 16 << 10  # asked for in one call, although the record at hand needs less
 _OUT_BYTES = 2 * (RECORD_BYTES + OVERHEAD_BYTES)
 _IN_BYTES = RECORD_BYTES + OVERHEAD_BYTES + LEAST_READ
@@ -42,6 +43,7 @@ class SealedSocket:
         self._start = self._end = 0  # of what was read and not opened
         self._opened = self._in[:0]  # opened and not read by the caller, who had room for less
         self._low_water = 1
+        self.owed = 0  # bytes that the peer is known to send next: a sleeping reader wakes when they are there
         self._damaged: PeerRefused | None = None  # the end: the two no longer count the same records
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class SealedSocket:
             try:
                 count = self._socket.recv_into(self._in[self._end : self._end + wanted])
             except BlockingIOError:
-                self._wake_at(needed - have)
+                self._wake_at(max(needed, min(OVERHEAD_BYTES + self.owed, MOST_AWAITED)) - have)
                 raise
             if not count:
                 if have:
