@@ -171,3 +171,17 @@ def test_members_that_cannot_trust_each_other_are_named() -> None:
     with pytest.raises(InputError, match=r"rank 1 on host1 can be reached from other machines at 10.1.2.3") as raised:
         connect_all(open_to_all)
     assert "SHOAL_SECRET_FILE" in str(raised.value) and "shoal keys new" in str(raised.value)
+
+
+def test_near_hosts_get_windows_and_far_ones_keep_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def control(connection: socket.socket) -> bytes:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:
+        usual = control(near)
+        monkeypatch.setattr(module, "NEAR_MICROSECONDS", -1)
+        module.fill_links(near)
+        assert control(near) == usual
+        monkeypatch.setattr(module, "NEAR_MICROSECONDS", 10_000)
+        module.fill_links(near)
+        assert control(near) in (b"cubic", b"reno")

@@ -115,6 +115,23 @@ def test_a_sleeping_reader_wakes_when_a_record_is_whole_and_not_before_a_packet_
     assert received(server, 1) == b"x"
 
 
+def test_a_reader_that_is_owed_more_sleeps_until_that_is_there(pair: Pair) -> None:
+    """One wake for a message instead of one for each of its records; never for more than is sure to come."""
+    _, server = sealed(pair)
+    made, into = records(ONE, *[bytes(100_000)] * 3), bytearray(300_000)
+    server.owed = 300_000
+    pair[0].sendall(made[0][:50_000])
+    select.select([pair[1]], [], [], 5)
+    with pytest.raises(BlockingIOError):
+        server.recv_into(into)
+    low = pair[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+    assert 200_000 < low <= sum(map(len, made)) - 50_000
+    pair[0].setblocking(True)
+    pair[0].sendall(made[0][50_000:] + made[1] + made[2])
+    assert select.select([server], [], [], 10)[0]
+    assert received(server, 300_000) == bytes(300_000)
+
+
 @pytest.mark.parametrize(
     ("arriving", "why"),
     [

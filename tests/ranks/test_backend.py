@@ -625,3 +625,13 @@ def a_random_walk_through_all_collectives(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "name"), check.cases)
 def test_collectives(played: Played, size: int, name: str) -> None:
     report(played(size), name)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_collectives_between_hosts(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks of three ranks again: each has a host of its own, or two share one."""
+    monkeypatch.setattr(backend_ranks, "RANKS_PER_HOST", each)
+    names = [name for size, name in check.cases if size == 3]
+    verdicts = backend_ranks.play(3, {name: check.checks[name] for name in names})
+    for name in names:
+        report(verdicts, name)

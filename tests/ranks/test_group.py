@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.group_sums import expected, held_parts
+from shoal.collectives import transport
 from shoal.collectives.group import WorkerGroup
 from shoal.errors import PeerLost
 from shoal.numerics.digest import tensor_sha256
@@ -46,6 +47,31 @@ def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
 
     wanted = [tensor_sha256(expected(lanes, size, dtype)) for dtype in DTYPES for size in SIZES]
     assert ranks(len(deal), work) == [wanted] * len(deal)
+
+
+@pytest.mark.parametrize("name", ["2 uneven", "3 of 8", "4 of 11"])
+def test_merges_between_hosts_are_under_way_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones in chunks and small ones that every rank adds itself, with rows between them, in one order of calls on
+    all ranks. Some are begun by the caller, some by the queue's thread, and they are awaited last first."""
+    monkeypatch.setattr(transport, "host_identity", lambda: str(os.getpid()))  # each rank is a host
+    (lanes, deal), sizes = DEALS[name], (1, 64, 4096, 4097, 300_000, 1000, 700_000, 5)
+
+    def work(group: WorkerGroup) -> list[Any]:
+        found: list[Any] = []
+        for attended in (False, True):
+            pending = []
+            for number, size in enumerate(sizes):
+                parts = held_parts(lanes, deal[group.rank], size, torch.float32)
+                pending.append(group.ordered_reduce(lanes, deal, parts, attended=attended))
+                if number % 3 == 2:
+                    found.append(group.gather_rows(torch.tensor([group.rank, number])).tolist())
+                    assert all(merge.done for merge in pending), "collectives end in the order of their calls"
+            found += [tensor_sha256(merge.wait()) for merge in reversed(pending)]
+        return found
+
+    rows = [[[rank, number] for rank in range(len(deal))] for number in (2, 5)]
+    wanted = [*rows, *(tensor_sha256(expected(lanes, size, torch.float32)) for size in reversed(sizes))]
+    assert ranks(len(deal), work) == [wanted * 2] * len(deal)
 
 
 @pytest.mark.parametrize("name", ["2 even", "2 uneven", "3 of 4"])

@@ -168,11 +168,11 @@ def _connect(
 
 def _for_purpose(purpose: Purpose, connection: Connection, keys: tuple[bytes, bytes], ends: str) -> PeerConnection:
     """Tensors leave TLS for sealed records, which cost less than half as much. Keys: of this end and of the other."""
-    if purpose is Purpose.TENSORS and isinstance(connection, TlsSocket):
-        raw = connection.detach()
-        fill_links(raw)
-        return SealedSocket(raw, *keys, ends)
-    return connection
+    if purpose is not Purpose.TENSORS:
+        return connection
+    raw = connection.detach() if isinstance(connection, TlsSocket) else connection
+    fill_links(raw)
+    return raw if raw is connection else SealedSocket(raw, *keys, ends)
 
 
 def fill_links(connection: socket.socket) -> None:

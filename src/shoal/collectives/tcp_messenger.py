@@ -26,6 +26,7 @@ from shoal.collectives.tcp_stream import TcpMessage, TcpStream
 from shoal.errors import CollectiveError
 
 UNATTENDED_SECONDS = 0.002  # after this time without a leader the messenger's own thread leads
+IDLE_NAPS = 25  # of that thread without such messages, before it sleeps until it is called: a call costs a switch
 LONGEST_NAP_SECONDS = 0.02  # of that thread while others lead
 NEWS_SECONDS = 0.001  # between looks of a thread that waits for any message while another one leads
 CLOSE_SECONDS = 1.0  # for a thread that still waits when the group closes
@@ -252,16 +253,17 @@ class TcpMessenger:
         """Leads when nobody has led for a while, until all users' messages are done."""
         while True:
             self._wanted.wait()
-            nap, leads = UNATTENDED_SECONDS, -1
+            nap, leads, idle_naps = UNATTENDED_SECONDS, -1, 0
             while True:
                 with self._lock:
                     self._unattended = [message for message in self._unattended if not message.done]
                     if self._closed:
                         return
-                    if not self._unattended:
+                    idle_naps = 0 if self._unattended else idle_naps + 1
+                    if idle_naps > IDLE_NAPS:
                         self._wanted.clear()
                         break
-                    free = not self._leading and leads == self._leads
+                    free = bool(self._unattended) and not self._leading and leads == self._leads
                     leads = self._leads
                     self._leading = self._leading or free
                     self._thread_leads = free
@@ -272,7 +274,7 @@ class TcpMessenger:
                         self._call_follower()
                     nap = UNATTENDED_SECONDS
                 self._ending.wait(nap)
-                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS) if self._unattended else UNATTENDED_SECONDS
 
     def _relieved(self) -> bool:
         """Whether the messenger's own thread need not lead any longer."""

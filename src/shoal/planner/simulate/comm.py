@@ -39,7 +39,7 @@ MAX_RANKS = 16  # of a group whose every message is simulated
 MAX_IN_RING = 64  # above, latency dominates a ring, and real systems use trees
 MAX_CHUNKS = 8  # of a slice: more chunks change little
 MAX_TREE_CHUNKS = 512
-SKEW = 2  # priority steps from one stage of a route to the next, as in the runtime
+SKEW = 2  # priority steps from one stage of a route to the next: early chunks pass late ones on their way
 
 
 # -- the runtime's own routes -----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class _RouteChunk:
             num_bytes = self._carried(hop) / hop.sums / self._chunks
             on_arrival = partial(self._arrived, _RouteStop(hop.to, hop.piece, hop.down))
             name = f"piece {hop.piece}" + (f".{self._number}" if self._chunks > 1 else "")
-            priority = self._number + SKEW * hop.stage  # as in the runtime (collectives/run_tree.py)
+            priority = self._number + SKEW * hop.stage
             for _ in range(hop.sums):
                 self.network.send(source, to, num_bytes, self.topology.path(source, to), on_arrival, name, priority)
 
