@@ -54,6 +54,7 @@ class TcpMessenger:
         }
         self._by_descriptor = {each.connection.fileno(): each for each in self.streams.values()}
         self._epoll = select.epoll()
+        self._wake_guard = threading.Lock()  # against a wake of what has been closed
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN | select.EPOLLET)
         for descriptor, stream in self._by_descriptor.items():
@@ -215,9 +216,11 @@ class TcpMessenger:
                     return
 
     def wake(self) -> None:
-        """Lets a thread that leads look whether it is interrupted. Any thread may call this."""
-        if self._leading and not self._closed:
-            os.eventfd_write(self._wake, 1)
+        """Lets a thread that leads look whether it is interrupted. Any thread may call this, and is not held up by one
+        that moves bytes."""
+        with self._wake_guard:
+            if self._leading and not self._closed:
+                os.eventfd_write(self._wake, 1)
 
     def _hand_over(self, follower: "TcpMessage | _NewsFollower", led: bool) -> None:
         """Ends a turn as leader or follower. The first follower leads next."""
@@ -315,7 +318,7 @@ class TcpMessenger:
         until = time.monotonic() + CLOSE_SECONDS
         while self._leading and time.monotonic() < until:  # its message is done: it leaves at once
             time.sleep(0.001)
-        with self._lock:
+        with self._lock, self._wake_guard:
             self._epoll.close()
             os.close(self._wake)
             for stream in self.streams.values():
