@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers.group_sums import expected, held_parts
 from shoal.collectives import transport
-from shoal.collectives.group import WorkerGroup
+from shoal.collectives.group import DistributedGroup, WorkerGroup
 from shoal.errors import PeerLost
 from shoal.numerics.digest import tensor_sha256
 from shoal.numerics.lanes import Span, subtrees
@@ -56,9 +56,12 @@ def test_merges_between_hosts_are_under_way_together(name: str, monkeypatch: pyt
     monkeypatch.setattr(transport, "host_identity", lambda: str(os.getpid()))  # each rank is a host
     (lanes, deal), sizes = DEALS[name], (1, 64, 4096, 4097, 300_000, 1000, 700_000, 5)
 
-    def work(group: WorkerGroup) -> list[Any]:
+    def work(group: DistributedGroup) -> list[Any]:
+        few = held_parts(lanes, deal[group.rank], 9, torch.float32)
+        group.ordered_reduce(lanes, deal, few, attended=True).wait()  # no thread yet
+        assert group.comm_stats().transport == "gather"
         found: list[Any] = []
-        for attended in (False, True):
+        for attended in (True, False):
             pending = []
             for number, size in enumerate(sizes):
                 parts = held_parts(lanes, deal[group.rank], size, torch.float32)
@@ -66,6 +69,9 @@ def test_merges_between_hosts_are_under_way_together(name: str, monkeypatch: pyt
                 if number % 3 == 2:
                     found.append(group.gather_rows(torch.tensor([group.rank, number])).tolist())
                     assert all(merge.done for merge in pending), "collectives end in the order of their calls"
+            if attended:
+                assert [merge.done for merge in pending[-2:]] == [False, False]
+                assert len(group.process_group.transport._started) == 2, "both have begun, and neither was waited for"
             found += [tensor_sha256(merge.wait()) for merge in reversed(pending)]
         return found
 
