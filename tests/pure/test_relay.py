@@ -114,7 +114,7 @@ class ThreadMail:
     def wait_news(self, finished: int) -> None:
         self.office.wait_news(self.rank, finished)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Errand:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, like: object = None) -> Errand:
         self.office.post(self.office.sent, (self.rank, to, tag), tensor)
         return Errand(self.office, (self.rank, to, tag))
 

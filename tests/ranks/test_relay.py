@@ -49,7 +49,7 @@ class GlooMail:
         self.group, self.rank, self.size = group, rank, size
         self.changed, self.finished = threading.Condition(), 0
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> GlooMessage:
+    def send(self, tensor: torch.Tensor, to: int, tag: int, like: object = None) -> GlooMessage:
         return GlooMessage(self, self.group.send([tensor], to, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> GlooMessage:

@@ -1,7 +1,7 @@
 """Messages between ranks of a group across hosts: through shared memory on one host, through TCP between hosts."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shoal.collectives.shm_p2p import ANY_SOURCE, ShmMessenger
 from shoal.collectives.shm_segment import BackoffWait
 from shoal.collectives.stats import LinkTraffic
 from shoal.collectives.tcp_messenger import TcpMessenger
+from shoal.collectives.tcp_stream import TcpMessage
 from shoal.collectives.topology import Level
 from shoal.errors import CollectiveError
 
@@ -79,11 +80,11 @@ class MessageRouter:
     def messages_of(self, op: CollectiveOp, number: int) -> "CollectiveMessages":
         return CollectiveMessages(self, op, number)
 
-    def send(self, tensor: Tensor, to: int, tag: int, op: CollectiveOp, number: int) -> Any:
+    def send(self, tensor: Tensor, to: int, tag: int, op: CollectiveOp, number: int, like: Any = None) -> Any:
         if to in self._local_ranks:
             assert self.messenger is not None
             return self.messenger.send(tensor.view(torch.uint8), self._local_ranks[to], tag, op, number)
-        return self.tcp.send(tensor, to, tag, op)
+        return self.tcp.send(tensor, to, tag, op, like=like if isinstance(like, TcpMessage) else None)
 
     def receive(self, tensor: Tensor, source: int, tag: int, op: CollectiveOp, number: int) -> Any:
         if source in self._local_ranks:
@@ -149,8 +150,8 @@ class MessageRouter:
             self.messenger.segment.fail(error)
         self.tcp.fail(error)
 
-    def traffic(self, levels: Mapping[int, Level]) -> dict[Level, LinkTraffic]:
-        """What has gone through TCP, by level."""
+    def traffic(self, levels: Sequence[Level]) -> dict[Level, LinkTraffic]:
+        """What has gone through TCP, by level. `levels`: of each rank."""
         found: dict[Level, LinkTraffic] = {}
         for peer, stream in self.tcp.streams.items():
             own = LinkTraffic(
@@ -174,8 +175,8 @@ class CollectiveMessages:
     def finished(self) -> int:
         return self._router.finished
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        return self._router.send(tensor, to, tag, self._op, self._number)
+    def send(self, tensor: Tensor, to: int, tag: int, like: Any = None) -> Any:
+        return self._router.send(tensor, to, tag, self._op, self._number, like)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         return self._router.receive(tensor, source, tag, self._op, self._number)

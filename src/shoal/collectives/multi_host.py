@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm, readable_bytes
 from shoal.collectives.connect_peers import connect_peers
 from shoal.collectives.cost_model import complete_assignment, slowest_bandwidth
+from shoal.collectives.float_packing import SLOW_LINK
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.message_router import BACKSTOP_SECONDS, CollectiveMessages, MessageRouter, UserMessage, first_tag
@@ -32,14 +33,14 @@ from shoal.collectives.run_tree import ByteCounts, TensorPool, TreeExecutor, Tre
 from shoal.collectives.shm_p2p import ShmMessenger
 from shoal.collectives.shm_segment import ShmSegment
 from shoal.collectives.single_host import check_lengths, own_lengths
+from shoal.collectives.small_exchange import SMALL_BYTES, SMALL_RANKS, SmallExchange
 from shoal.collectives.stats import CommStats, make_comm_stats, places_of
 from shoal.collectives.tcp_messenger import TcpMessenger
-from shoal.collectives.topology import link_level
+from shoal.collectives.topology import Level, level_setting, link_level
 from shoal.collectives.trees import TreeRoute, least_chunk
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, subtrees
 
-SMALL_SUM_BYTES, SMALL_SUM_RANKS = 16 << 10, 8  # up to which all ranks add up the sums of all
 Messages = tuple[CollectiveMessages, int]  # of one collective, and its first tag
 
 
@@ -62,9 +63,9 @@ class SumRequest:
 
 
 class StartedTree:
-    """A collective of one tree that has begun. `complete` is what is left when the tree is done."""
+    """A collective of one tree or exchange that has begun. `complete` is what is left when that is done."""
 
-    tree: TreeExecutor
+    tree: TreeExecutor | SmallExchange
 
     def __init__(
         self, transport: "MultiHostTransport", op: CollectiveOp, number: int, complete: Callable[[], None]
@@ -83,6 +84,7 @@ class MultiHostTransport:
         self._own_span = (rank, rank + 1)
         self._others = [(rank + step) % self.size for step in range(1, self.size)]
         self.places = places_of(members)
+        self._levels = [link_level(self.places[rank], place) for place in self.places]
         self.sequence = 0
         self.config = CommConfig.from_options(members[0].options).restrict_to(self.places)
         self._least_chunk = least_chunk(slowest_bandwidth(self.places, self.config.links))
@@ -93,7 +95,8 @@ class MultiHostTransport:
         connections = connect_peers(store, members, rank, shared, timeout)
         limit = timeout.total_seconds()
         messenger = ShmMessenger(self._segment) if self._segment is not None else None
-        self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors), messenger, limit)
+        slow = {peer for peer in connections.tensors if self._is_slow(self._levels[peer])}
+        self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors, slow), messenger, limit)
         links = {peer: PeerLink(peer, connection) for peer, connection in connections.status.items()}
         self.health = PeerMonitor(members, rank, links, limit, self.router.progress, self.router.abort_waits)
         self.router.monitor = self.health
@@ -102,6 +105,11 @@ class MultiHostTransport:
         self._pool, self._scratch = TensorPool(), ScratchBuffers()
         self._started: deque[StartedTree] = deque()
         self._choices: dict[Any, AlgorithmChoice] = {}
+
+    def _is_slow(self, level: Level) -> bool:
+        """Whether packed floats pay on links of this level."""
+        speed = level_setting(self.config.links, level)
+        return speed is not None and speed.bandwidth < SLOW_LINK
 
     # -- order ----------------------------------------------------------------------------------------------------
 
@@ -145,9 +153,12 @@ class MultiHostTransport:
             self._segment.end()
 
     def _begin(
-        self, op: CollectiveOp, make: Callable[[Messages], TreeExecutor], complete: Callable[[], None] = lambda: None
+        self,
+        op: CollectiveOp,
+        make: Callable[[Messages], TreeExecutor | SmallExchange],
+        complete: Callable[[], None] = lambda: None,
     ) -> StartedTree:
-        """Begins a collective. `make` begins its tree."""
+        """Begins a collective. `make` begins its tree or exchange."""
         self.sequence += 1
         started = StartedTree(self, op, self.sequence, complete)
         with self._reporting(op, self.sequence):
@@ -236,8 +247,7 @@ class MultiHostTransport:
             return self._begin(op, self._meeting, complete)
         adding = result.is_floating_point() and total.reduction.combine is torch.add
         compressed = bool(self.config.compress) and adding and total.key is not None
-        small = result.nbytes <= SMALL_SUM_BYTES and self.size <= SMALL_SUM_RANKS
-        if small and not compressed and self.config.algorithm is None:
+        if self.goes_straight(result.nbytes) and not compressed:
             return self._begin_small_sum(op, total, complete)
         return self._begin(op, lambda messages: self._sum_tree(messages, total, compressed), complete)
 
@@ -266,14 +276,15 @@ class MultiHostTransport:
         for place, span in enumerate(held[self.rank]):
             rows[self.rank][place].copy_(total.partials[span])
 
-        def gather(messages: Messages) -> TreeExecutor:
-            choice = self._choose(total.result.nbytes * self.size, 1, own_pieces=True, up=False)
-            size = readable_bytes(total.result.nbytes)
-            reason = f"gather: {size} are few: each of {self.size} ranks sends its sums to all, which add them up"
-            self._note_route(total.result.nbytes, replace(choice, name="gather", reason=reason))
-            return self._tree(
-                messages, choice.route, {}, [row.view(-1) for row in rows], up=False, byte_counts=self.reduce_bytes
-            )
+        def gather(messages: Messages) -> SmallExchange:
+            if self._largest is None or total.result.nbytes >= self._largest[0]:
+                choice = self._choose(total.result.nbytes * self.size, 1, own_pieces=True, up=False)
+                size = readable_bytes(total.result.nbytes)
+                reason = f"gather: {size} are few: each of {self.size} ranks sends its sums to all, which add them up"
+                self._largest = total.result.nbytes, replace(choice, name="gather", reason=reason)
+            for rank in self._others:
+                self.reduce_bytes.count(self._levels[rank], rows[self.rank].nbytes)
+            return self._exchange_rows(messages, [row.view(-1) for row in rows])
 
         def add() -> None:
             found = {
@@ -288,8 +299,21 @@ class MultiHostTransport:
         if self._largest is None or num_bytes >= self._largest[0]:
             self._largest = num_bytes, choice
 
-    def _meeting(self, messages: Messages) -> TreeExecutor:
-        """A tree that is done when all ranks have begun it."""
+    def goes_straight(self, num_bytes: int) -> bool:
+        return num_bytes <= SMALL_BYTES and self.size <= SMALL_RANKS and self.config.algorithm is None
+
+    def _exchange_rows(self, messages: Messages, rows: Sequence[Tensor]) -> SmallExchange:
+        """Sends this rank's row to all others, and receives theirs."""
+        messenger, tag = messages
+        own = rows[self.rank]
+        return SmallExchange(
+            messenger, tag, [(rows[rank], rank) for rank in self._others], [(own, rank) for rank in self._others]
+        )
+
+    def _meeting(self, messages: Messages) -> TreeExecutor | SmallExchange:
+        """Is done when all ranks have begun it."""
+        if self.goes_straight(1):
+            return self._exchange_rows(messages, torch.zeros(self.size, 1, dtype=torch.uint8).unbind(0))
         route = self._choose(1, 1).route
         pieces = split_pieces(route, torch.zeros(1, dtype=torch.uint8))
         return self._tree(messages, route, {self._own_span: pieces}, pieces)
@@ -356,22 +380,31 @@ class MultiHostTransport:
     # -- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: Tensor, root: int, op: CollectiveOp) -> None:
-        with self._collective(op) as messages:
+        self.begin_broadcast(flat, root, op).finish()
+
+    def begin_broadcast(self, flat: Tensor, root: int, op: CollectiveOp) -> StartedTree:
+        def make(messages: Messages) -> TreeExecutor | SmallExchange:
             if not flat.numel():
-                return self._sync(messages)
+                return self._meeting(messages)
+            if self.goes_straight(flat.nbytes):
+                others = [(flat, rank) for rank in self._others] if self.rank == root else []
+                return SmallExchange(*messages, [] if self.rank == root else [(flat, root)], others)
             route = self._choose(flat.nbytes, 1, root=root, up=False).route
-            self._tree(messages, route, {}, split_pieces(route, flat), up=False).wait()
-        return None
+            return self._tree(messages, route, {}, split_pieces(route, flat), up=False)
+
+        return self._begin(op, make)
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> None:
         self.begin_all_gather(outputs, source, op).finish()
 
     def begin_all_gather(self, outputs: Sequence[Tensor], source: Tensor, op: CollectiveOp) -> StartedTree:
-        def make(messages: Messages) -> TreeExecutor:
+        def make(messages: Messages) -> TreeExecutor | SmallExchange:
             if not source.numel():
                 return self._meeting(messages)
             if outputs[self.rank].data_ptr() != source.data_ptr():
                 outputs[self.rank].copy_(source)
+            if self.goes_straight(source.nbytes):
+                return self._exchange_rows(messages, outputs)
             route = self._choose(source.nbytes * self.size, 1, own_pieces=True, up=False).route
             return self._tree(messages, route, {}, outputs, up=False)
 
@@ -444,9 +477,7 @@ class MultiHostTransport:
             exact=self.config.exact,
             sent_bytes=dict(self.reduce_bytes.sent),
             uncompressed_bytes=dict(self.reduce_bytes.uncompressed),
-            traffic=self.router.traffic(
-                {peer: link_level(self.places[self.rank], place) for peer, place in enumerate(self.places)}
-            ),
+            traffic=self.router.traffic(self._levels),
             squared_errors={
                 level: (each.stats.squared_error, each.stats.squared_values)
                 for level, each in self.config.compress.items()

@@ -197,15 +197,20 @@ class ShoalProcessGroup(dist.ProcessGroup):
     # -- issuing --------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, action: Callable[[], None], value: Any, options: Any, begin: Callable[[], StartedCollective] | None = None
+        self,
+        action: Callable[[], None],
+        value: Any,
+        options: Any,
+        begin: Callable[[], StartedCollective] | None = None,
+        lazy: bool = False,
     ) -> CollectiveWork:
-        """`begin`: the same, but it may be left when it has begun."""
+        """`begin`: the same, but it may be left when it has begun. `lazy`: see `WorkQueue.run`."""
         limit = getattr(options, "timeout", None)
-        chosen: CollectiveAction = action if begin is None else begin
+        chosen: Callable[[], Any] = action if begin is None else begin
         if limit is not None and limit > _NO_LIMIT and limit != self._timeout:
             chosen, begin = functools.partial(self._run_within, limit, action), None
         asynchronous = self._coalesced is not None or options is None or getattr(options, "asyncOp", True)
-        work = self._queue.run(chosen, value, asynchronous, leaves=begin is not None)
+        work = self._queue.run(chosen, value, asynchronous, leaves=begin is not None, lazy=lazy)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -422,6 +427,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
         check_same("broadcast", "a tensor", tensors, "another", tensors)
         chosen = tensors[first]
         call = move_call("broadcast", chosen, root)
+        flat = as_bytes(flatten(chosen))
+        overlapping, in_place = self._overlapping, len(tensors) == 1 and flat.data_ptr() == chosen.data_ptr()
+        if overlapping is not None and in_place:
+            begin = functools.partial(overlapping.begin_broadcast, flat, root, call)
+            lazy = overlapping.goes_straight(flat.nbytes)
+            return self._issue(lambda: self.transport.broadcast(flat, root, call), tensors, opts, begin, lazy)
 
         def action() -> None:
             with FlatTensor(chosen, write_back=self._rank != root) as flat:

@@ -53,7 +53,9 @@ class Messenger(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> PendingMessage: ...
+    def send(self, tensor: Tensor, to: int, tag: int, like: PendingMessage | None = None) -> PendingMessage:
+        """`like`: a send of the same tensor, to another rank, that was begun just before."""
+        ...
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> PendingMessage: ...
 
@@ -83,6 +85,10 @@ class ByteCounts:
 
     sent: Counter[Level] = field(default_factory=Counter)
     uncompressed: Counter[Level] = field(default_factory=Counter)
+
+    def count(self, level: Level, sent: int, uncompressed: int | None = None) -> None:
+        self.sent[level] += sent
+        self.uncompressed[level] += sent if uncompressed is None else uncompressed
 
 
 class TensorPool:
@@ -322,10 +328,13 @@ class TreeExecutor:
         self._send_down(task, chunk, payload)
 
     def _send_down(self, task: TreeTask, chunk: int, payload: Tensor | None) -> None:
-        result = self._result(task.piece, chunk)
-        for child in self._served[task.piece]:
+        children = self._served[task.piece]
+        if not children:
+            return
+        result, like = self._result(task.piece, chunk), None
+        for child in children:
             tag = self._tag(child, task.piece, "down", chunk)
-            self._send(result if payload is None else payload, child, tag, result.nbytes, False)
+            like = self._send(result if payload is None else payload, child, tag, result.nbytes, False, like)
 
     def _forward_down(self, task: TreeTask, chunk: int, arrival: Arrival) -> None:
         pending, buffer = arrival
@@ -346,13 +355,16 @@ class TreeExecutor:
             place = self.pool.acquire(size, dtype)
         return self.messenger.receive(place, source, tag), place
 
-    def _send(self, tensor: Tensor, to: int, tag: int, plain: int, back: bool) -> None:
+    def _send(
+        self, tensor: Tensor, to: int, tag: int, plain: int, back: bool, like: PendingMessage | None = None
+    ) -> PendingMessage:
         counts = self.options.byte_counts
         if counts is not None:
-            counts.sent[self._levels[to]] += tensor.nbytes
-            counts.uncompressed[self._levels[to]] += plain
-        self._sends.append((self.messenger.send(tensor, to, tag), tensor, back))
+            counts.count(self._levels[to], tensor.nbytes, plain)
+        message = self.messenger.send(tensor, to, tag, like)
+        self._sends.append((message, tensor, back))
         self._held += back
+        return message
 
     def _end_sends(self) -> bool:
         """Forgets sends that are done."""

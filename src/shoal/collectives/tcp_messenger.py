@@ -12,12 +12,13 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
+from shoal.collectives.float_packing import FloatPacker
 from shoal.collectives.handshake import GroupMember
 from shoal.collectives.liveness import close_in_children
 from shoal.collectives.receive_claim import ReceiveClaim
@@ -41,16 +42,26 @@ class _NewsFollower:
 
 
 class TcpMessenger:
-    """`connections` by rank: sockets or what behaves like one, connected and authenticated."""
+    """`connections` by rank: sockets or what behaves like one, connected and authenticated. `slow`: ranks behind slow
+    links, to which floats are sent packed."""
 
-    def __init__(self, members: Sequence[GroupMember], rank: int, connections: Mapping[int, Any]) -> None:
-        self.members, self.rank = members, rank
+    def __init__(
+        self,
+        members: Sequence[GroupMember],
+        rank: int,
+        connections: Mapping[int, Any],
+        slow: Container[int] = frozenset(),
+    ) -> None:
+        self.members, self.rank, self._slow = members, rank, slow
+        self._packer, self._packing = FloatPacker(), threading.Lock()
+        unpacker = FloatPacker()
         self.failure: CollectiveError | None = None
         self.finished = 0  # messages, with or without an error
         self._lock = threading.Lock()
         self._any_source: dict[int, deque[TcpMessage]] = {}
         self.streams = {
-            peer: TcpStream(peer, each, self._any_source, self._size_error) for peer, each in connections.items()
+            peer: TcpStream(peer, each, self._any_source, self._size_error, unpacker)
+            for peer, each in connections.items()
         }
         self._by_descriptor = {each.connection.fileno(): each for each in self.streams.values()}
         self._epoll = select.epoll()
@@ -73,9 +84,14 @@ class TcpMessenger:
 
     # -- the two ends -------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, to: int, tag: int, op: object, attended: bool = True) -> TcpMessage:
-        """`attended`: a caller will wait for this message soon."""
-        message = TcpMessage(self, tensor, to, tag, op)
+    def send(
+        self, tensor: Tensor, to: int, tag: int, op: object, attended: bool = True, like: TcpMessage | None = None
+    ) -> TcpMessage:
+        """`attended`: a caller will wait for this message soon. `like`: a send of the same tensor a moment ago, whose
+        packed bytes serve again."""
+        payload = self._pack(tensor, to, like)
+        packed = payload is not None
+        message = TcpMessage(self, tensor if payload is None else payload, to, tag, op, packed=packed)
         stream = self.streams[to]
         with self._lock:
             if stream.broken:
@@ -87,6 +103,14 @@ class TcpMessenger:
             if not (attended or message.done):
                 self._attend(message)
         return message
+
+    def _pack(self, tensor: Tensor, to: int, like: TcpMessage | None) -> Tensor | None:
+        if to not in self._slow:
+            return None
+        if like is not None and like.packed:
+            return like.tensor
+        with self._packing:
+            return self._packer.pack(tensor)
 
     def receive(
         self,

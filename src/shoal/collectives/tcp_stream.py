@@ -2,6 +2,8 @@
 
     header: tag, length │ the tensor's bytes │ header │ …
 
+The highest bit of a length marks packed floats (float_packing.py), of which the length counts the packed bytes.
+
 A message leaves from the tensor's own memory, and arrives in the memory of the receive that is posted for it. A rank
 reads from another only while it has a receive for it. Until then the bytes stay with the sender, whom TCP holds back:
 so a rank holds no more than what was sent before a message that it wants, and a peer that sends too much of that is
@@ -20,11 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal.collectives.float_packing import FloatPacker, PackingDamaged
 from shoal.collectives.receive_claim import ReceiveClaim
 from shoal.errors import CollectiveError
 
 _HEADER = struct.Struct("<qQ")  # tag, length
 HEADER_BYTES = _HEADER.size
+PACKED = 1 << 63
 STAGE_BYTES = 8 << 10  # read at once with a header, so that a small message takes one call of the system
 GATHER_BYTES = 64 << 10  # messages that leave in one call
 GATHER_MESSAGES = 8
@@ -56,14 +60,23 @@ class MessageOwner(Protocol):
 
 
 class TcpMessage:
-    """A send or a receive in progress. `peer` is the other rank; a receive from any rank learns it late."""
+    """A send or a receive in progress. `peer` is the other rank; a receive from any rank learns it late. `packed`: the
+    tensor of a send has packed floats."""
 
     patience = -1  # of a thread that waits for it while another one leads: without end
 
     def __init__(
-        self, owner: MessageOwner, tensor: Tensor, peer: int, tag: int, op: object, claim: ReceiveClaim | None = None
+        self,
+        owner: MessageOwner,
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+        op: object,
+        claim: ReceiveClaim | None = None,
+        packed: bool = False,
     ) -> None:
-        self._owner, self._tensor, self.peer, self.tag, self.claim = owner, tensor, peer, tag, claim
+        self._owner, self.tensor, self.peer, self.tag, self.claim = owner, tensor, peer, tag, claim
+        self.packed = packed
         self.op = op  # what the message belongs to, for errors
         self.memory = memory_of(tensor)
         self.length = len(self.memory)
@@ -76,6 +89,10 @@ class TcpMessage:
     @property
     def source(self) -> int:
         return self.peer
+
+    @property
+    def header(self) -> bytes:
+        return _HEADER.pack(self.tag, self.length | PACKED if self.packed else self.length)
 
     def wait(self, timeout: float | None = None) -> None:
         """The timeout is the monitor's (peer_monitor.py): it ends the wait with an error that names the late rank."""
@@ -97,14 +114,14 @@ class TcpMessage:
 class TcpArrival:
     """A message that is read, or that was read before its receive was posted: then it has memory of its own."""
 
-    __slots__ = ("length", "memory", "moved", "number", "receive", "tag", "tensor")
+    __slots__ = ("length", "memory", "moved", "number", "packed", "receive", "tag", "tensor")
 
-    def __init__(self, tag: int, length: int, receive: TcpMessage | None) -> None:
-        self.tag, self.length, self.receive = tag, length, receive
+    def __init__(self, tag: int, length: int, packed: bool, receive: TcpMessage | None) -> None:
+        self.tag, self.length, self.packed, self.receive = tag, length, packed, receive
         self.number = next(_arrivals)
         self.moved = 0
         self.tensor: Tensor | None = None
-        if receive is not None and receive.length == length:
+        if receive is not None and receive.length == length and not packed:
             self.memory = receive.memory
         else:
             try:
@@ -124,7 +141,9 @@ class TcpStream:
         connection: Any,
         any_source: dict[int, deque[TcpMessage]],
         refuse: Callable[[int, TcpMessage, int], CollectiveError],
+        packer: FloatPacker | None = None,
     ) -> None:
+        self._unpack = (packer or FloatPacker()).unpack
         self.peer, self.connection, self._any_source, self._refuse = peer, connection, any_source, refuse
         self.out: deque[TcpMessage] = deque()
         self.unexpected: dict[int, deque[TcpArrival]] = {}  # by tag
@@ -176,9 +195,9 @@ class TcpStream:
         """The buffers of the next call of the system: the rest of a message, and whole small ones behind it."""
         moved = first.moved
         if not moved:
-            buffers: list[Any] = [_HEADER.pack(first.tag, first.length), first.memory]
+            buffers: list[Any] = [first.header, first.memory]
         elif moved < HEADER_BYTES:
-            buffers = [_HEADER.pack(first.tag, first.length)[moved:], first.memory]
+            buffers = [first.header[moved:], first.memory]
         else:
             buffers = [first.memory[moved - HEADER_BYTES :]]
         size = HEADER_BYTES + first.length - moved
@@ -186,7 +205,7 @@ class TcpStream:
             for message in itertools.islice(self.out, 1, GATHER_MESSAGES):
                 if size + HEADER_BYTES + message.length > GATHER_BYTES:
                     break
-                buffers += (_HEADER.pack(message.tag, message.length), message.memory)
+                buffers += (message.header, message.memory)
                 size += HEADER_BYTES + message.length
         return buffers, size
 
@@ -271,12 +290,13 @@ class TcpStream:
             if end - start < HEADER_BYTES:
                 return None
         tag, length = _HEADER.unpack_from(self._stage, start)
+        packed, length = length >= PACKED, length % PACKED
         start += HEADER_BYTES
         receive = self._match(tag)
         try:
-            if receive is None or receive.length != length:
+            if receive is None or (receive.length < length if packed else receive.length != length):
                 self._check_room(length)
-            arrival = TcpArrival(tag, length, receive)
+            arrival = TcpArrival(tag, length, packed, receive)
         except OSError as error:
             if receive is not None:  # it is no longer among those that `close` ends
                 receive.finish(lost=_loss_text(error))
@@ -333,6 +353,15 @@ class TcpStream:
 
     def _complete(self, arrival: TcpArrival, receive: TcpMessage) -> None:
         self._waiting -= 1
+        if arrival.packed:
+            try:
+                self._unpack(arrival.memory, receive.memory)
+            except PackingDamaged as error:
+                receive.finish(lost=str(error))
+                self.close(str(error))
+            else:
+                receive.finish()
+            return
         if arrival.length != receive.length:
             receive.finish(self._refuse(self.peer, receive, arrival.length))
             return

@@ -38,10 +38,15 @@ class CollectiveWork(dist.Work):
     """An issued collective, with the interface of torch's. `leaves`: its action may begin it and leave it."""
 
     def __init__(
-        self, queue: "WorkQueue | None", action: CollectiveAction | None, value: Any, leaves: bool = False
+        self,
+        queue: "WorkQueue | None",
+        action: CollectiveAction | None,
+        value: Any,
+        leaves: bool = False,
+        lazy: bool = False,
     ) -> None:
         super().__init__()
-        self._queue, self._action, self._value, self.leaves = queue, action, value, leaves
+        self._queue, self._action, self._value, self.leaves, self._lazy = queue, action, value, leaves, lazy
         self._started: StartedCollective | None = None
         self._done = action is None
         self._error: BaseException | None = None
@@ -95,8 +100,19 @@ class CollectiveWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def is_completed(self) -> bool:
+    @property
+    def done(self) -> bool:
         return self._done
+
+    def is_completed(self) -> bool:
+        self._hurry()
+        return self._done
+
+    def _hurry(self) -> None:
+        """Somebody looks whether it is done, and may never wait for it."""
+        if self._lazy and not self._done and self._queue is not None:
+            self._lazy = False
+            self._queue.call_thread()
 
     def is_success(self) -> bool:
         return self._done and self._error is None
@@ -109,6 +125,7 @@ class CollectiveWork(dist.Work):
         return self._value
 
     def get_future(self) -> "torch.futures.Future[Any]":
+        self._hurry()
         with self._guard:
             if self._future is None and self._done and self._error is None:
                 self._future = torch.futures.Future()
@@ -152,12 +169,20 @@ class WorkQueue:
         self._closed = False
 
     def run(
-        self, action: CollectiveAction, value: Any, asynchronous: bool, leaves: bool = False, attended: bool = False
+        self,
+        action: CollectiveAction,
+        value: Any,
+        asynchronous: bool,
+        leaves: bool = False,
+        attended: bool = False,
+        lazy: bool = False,
     ) -> CollectiveWork:
         """`leaves`: the action may begin its collective and leave it, also if the call is a blocking one. `attended`:
-        the caller will wait for it soon, so that no other thread need wake for it."""
+        the caller will wait for it soon, so that no other thread need wake for it. `lazy`: once it has begun, no other
+        rank waits for this one, so that it need not go on before somebody here waits or asks for it."""
         if asynchronous or leaves:
-            work = CollectiveWork(self, action, value, leaves)
+            work = CollectiveWork(self, action, value, leaves, lazy)
+            attended = attended or lazy
             self._waiting.append(work)
             if attended and self._run_lock.acquire(blocking=False):
                 try:
@@ -170,10 +195,7 @@ class WorkQueue:
                 work.wait()
             if attended or not asynchronous:
                 return work
-            if self._in_callbacks >= len(self._threads):
-                self._threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
-                self._threads[-1].start()
-            self._available.release()
+            self.call_thread()
             return work
         while True:
             with self._run_lock:
@@ -187,6 +209,13 @@ class WorkQueue:
                 earlier = self._run_next()
             if earlier is not None:
                 earlier.complete_future()
+
+    def call_thread(self) -> None:
+        """The queue's thread runs what is in the queue."""
+        if self._in_callbacks >= len(self._threads):
+            self._threads.append(threading.Thread(target=self._serve, name=self.name, daemon=True))
+            self._threads[-1].start()
+        self._available.release()
 
     def _run_next(self) -> CollectiveWork | None:
         """Runs under the lock: begins what can begin, and goes on with the oldest. Returns a work that is done; None:
@@ -213,9 +242,9 @@ class WorkQueue:
         if limit is not None and limit.total_seconds() > 0:
             self._set_limit(limit)
         try:
-            while not work.is_completed():
+            while not work.done:
                 with self._run_lock:
-                    ran = None if work.is_completed() else self._run_next()
+                    ran = None if work.done else self._run_next()
                 if ran is not None:
                     ran.complete_future()
         finally:

@@ -82,6 +82,7 @@ class CollectiveExchange:
         self.compressible = len(buckets) if lossy is None else lossy  # so many of the first buckets
         self.first_key = 0  # of the first bucket: compressors keep what they withheld by key
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
+        self._views: dict[tuple[int, int], list[Tensor]] = {}  # the tensors in that memory
 
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
@@ -113,10 +114,16 @@ class CollectiveExchange:
             self._flats[number, place] = torch.zeros(bucket.length, dtype=bucket.dtype)
         return self._flats[number, place]
 
+    def places(self, number: int, place: int) -> list[Tensor]:
+        """Where the tensors of a bucket are in that memory."""
+        if (number, place) not in self._views:
+            self._views[number, place] = self.buckets[number].views(self.flat(number, place))
+        return self._views[number, place]
+
     def pack(self, number: int, place: int, values: GradList) -> None:
         """Copies a bucket's share of a partial sum to its memory."""
         bucket, flat = self.buckets[number], self.flat(number, place)
-        bucket.fill(bucket.views(flat), values)
+        bucket.fill(self.places(number, place), values)
         for start, stop in bucket.gaps:  # a compressor leaks into gaps: what stays there would be added again
             flat[start:stop].zero_()
 

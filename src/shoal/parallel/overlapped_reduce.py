@@ -119,7 +119,7 @@ class OverlappedExchange(CollectiveExchange):
             buckets = make_buckets(ordered, self._size)
             self.first_key += len(self.buckets)
             self.buckets, self.compressible = buckets + self._buffer_buckets, len(buckets)
-            self._flats, self._next_order = {}, []
+            self._flats, self._views, self._next_order = {}, {}, []
         self.spans, self.assignment = spans, assignment
         self._pending = []
 
@@ -251,7 +251,7 @@ class _ClosingLane:
     def _leave(self, number: int, values: GradList) -> None:
         """Adds the lane's values to the sums before it, from the smallest subtree to the largest."""
         bucket = self.exchange.buckets[number]
-        places = bucket.views(self.exchange.flat(number, self.place))
+        places = self.exchange.places(number, self.place)
         sums: GradList = [None] * self.exchange.count
         with torch.no_grad():
             for slot, place in zip(bucket.slots, places, strict=True):
