@@ -11,10 +11,18 @@ import msgspec
 import torch
 
 from helpers.fuzz_key_values import key_value_stream, take_key_values
-from helpers.fuzz_ranks import open_sealed, receive_tensors, sealed_stream, tensor_messages
+from helpers.fuzz_ranks import (
+    open_sealed,
+    packed_floats,
+    receive_tensors,
+    sealed_stream,
+    tensor_messages,
+    unpack_floats,
+)
 from helpers.fuzzing import FuzzTarget, changed_tree, msgpack_bytes, plain, resealed_frame
 from shoal.collectives import liveness
 from shoal.collectives.compression.parse import parse_compressor
+from shoal.collectives.float_packing import PackingDamaged
 from shoal.driver.launchers.channels import parse_greeting
 from shoal.driver.launchers.fork_server import ForkServerReply, StartOrder
 from shoal.errors import MismatchError, RunError
@@ -407,6 +415,7 @@ def targets() -> list[FuzzTarget]:
         FuzzTarget("frame", receive_frames, frame_bytes, (BadFrame, ConnectionLost), cost=4, seal=resealed_frame),
         FuzzTarget("sealed", open_sealed, sealed_stream, (PeerRefused, ConnectionResetError), cost=2),
         FuzzTarget("tensor_stream", receive_tensors, tensor_messages, (), cost=2),
+        FuzzTarget("packed_floats", unpack_floats, packed_floats, (PackingDamaged,), cost=4),
         FuzzTarget("server_request", shard.feed, one_of(SERVER_REQUESTS), (BadFrame,), "msgpack", cost=4),
         FuzzTarget("server_reply", messages.decode_reply, one_of(SERVER_REPLIES), UNREADABLE, "msgpack"),
         FuzzTarget("peer_message", liveness._decode, one_of(PEER_MESSAGES), UNREADABLE, "msgpack"),

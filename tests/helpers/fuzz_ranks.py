@@ -6,7 +6,8 @@ import struct
 
 import torch
 
-from shoal.collectives.tcp_stream import TcpMessage, TcpStream
+from shoal.collectives.float_packing import LEAST_BYTES, FloatPacker
+from shoal.collectives.tcp_stream import PACKED, TcpMessage, TcpStream
 from shoal.errors import CollectiveError
 from shoal.transport.sealed_records import OVERHEAD_BYTES, RecordCipher
 from shoal.transport.sealed_socket import SealedSocket
@@ -39,8 +40,21 @@ def open_sealed(data: bytes) -> None:
 def tensor_messages(chance: random.Random) -> bytes:
     tags, sizes = (chance.choice((0, 1, 2, 1 << 40)) for _ in range(4)), (0, 1, 8, 8, 300)
     return b"".join(
-        struct.pack("<qQ", tag, size) + bytes(size) for tag, size in ((tag, chance.choice(sizes)) for tag in tags)
+        struct.pack("<qQ", tag, size + chance.choice((0, 0, PACKED))) + bytes(size)
+        for tag, size in ((tag, chance.choice(sizes)) for tag in tags)
     )
+
+
+def packed_floats(chance: random.Random) -> bytes:
+    count = LEAST_BYTES // 4
+    values = torch.full((count,), chance.choice((0.0, 1.0, -3e38))) + torch.arange(count) % chance.choice((1, 7, 300))
+    payload = FloatPacker().pack(values)
+    assert payload is not None
+    return bytes(payload.numpy())
+
+
+def unpack_floats(data: bytes) -> None:
+    FloatPacker().unpack(memoryview(data), memoryview(bytearray(LEAST_BYTES)))
 
 
 class _NoOwner:

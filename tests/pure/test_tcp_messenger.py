@@ -36,7 +36,7 @@ class Ends:
     others: list[TcpMessenger]
 
 
-def connected(size: int = 2) -> Ends:
+def connected(size: int = 2, slow: bool = False) -> Ends:
     members = [member(rank) for rank in range(size)]
     near: dict[int, Any] = {}
     others = []
@@ -45,7 +45,7 @@ def connected(size: int = 2) -> Ends:
         for end in (near[rank], far):
             end.setblocking(False)
         others.append(TcpMessenger(members, rank, {0: far}))
-    return Ends(TcpMessenger(members, 0, near), others)
+    return Ends(TcpMessenger(members, 0, near, range(1, size) if slow else ()), others)
 
 
 @pytest.fixture
@@ -233,7 +233,8 @@ def test_a_message_longer_than_any_memory_loses_that_rank_alone(length: int, tag
     hub.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
     receive = hub.receive(torch.empty(8), 1, 3, "a test")
     far.sendall(struct.pack("<qQ", tag, length))
-    with pytest.raises(PeerLost, match=f"rank 1: it announced a message of {length} bytes"):
+    announced = length % tcp_stream.PACKED
+    with pytest.raises(PeerLost, match=f"rank 1: it announced a message of {announced} bytes"):
         receive.wait()
     hub.close()
     far.close()
@@ -314,3 +315,62 @@ def test_a_rank_that_never_stops_reporting_takes_bounded_memory() -> None:
     endless = Endless()
     PeerLink(1, endless).receive()
     assert endless.asked <= (1 << 20) + (1 << 17)
+
+
+@pytest.fixture
+def slow_ends() -> Iterator[Ends]:
+    made = connected(3, slow=True)
+    yield made
+    for messenger in (made.hub, *made.others):
+        messenger.close()
+
+
+def floats(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("early", [True, False])  # whether the receive is posted before the message comes
+def test_floats_to_a_slow_rank_are_packed_and_arrive_to_the_bit(slow_ends: Ends, early: bool) -> None:
+    hub, other = slow_ends.hub, slow_ends.others[0]
+    sent = [floats(100_000), values(100_000), floats(10), floats(200_000, seed=1)]
+    found = [torch.empty_like(each) for each in sent]
+    receives = [other.receive(found[0], 0, 0, "a test")] if early else []
+    sends = [hub.send(tensor, 1, tag, "a test") for tag, tensor in enumerate(sent)]
+    waiting = in_thread(lambda: [send.wait() for send in sends])
+    last = other.receive(found[3], 0, 3, "a test")
+    last.wait()
+    for tag in range(len(receives), 3):
+        receives.append(other.receive(found[tag], 0, tag, "a test"))
+    for receive in receives:
+        receive.wait()
+    joined(waiting)
+    assert all(torch.equal(one, other) for one, other in zip(found, sent, strict=True))
+    plain = sum(each.nbytes for each in sent)
+    assert [send.packed for send in sends] == [True, False, False, True]
+    assert hub.streams[1].sent_bytes == other.streams[0].received_bytes < 0.95 * plain
+
+
+def test_a_tensor_for_several_slow_ranks_is_packed_once(slow_ends: Ends) -> None:
+    hub, tensor = slow_ends.hub, floats(20_000)
+    first = hub.send(tensor, 1, 0, "a test")
+    second = hub.send(tensor, 2, 0, "a test", like=first)
+    assert first.packed and second.packed and second.tensor is first.tensor
+    for other in slow_ends.others:
+        found = torch.empty_like(tensor)
+        other.receive(found, 0, 0, "a test").wait()
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_packed_floats_for_memory_of_another_length_lose_that_rank_alone(slow_ends: Ends, early: bool) -> None:
+    hub, (one, other) = slow_ends.hub, slow_ends.others
+    one.explain_loss = lambda peer, fact: PeerLost(f"rank {peer}: {fact}")
+    tensor, short = floats(20_000), torch.empty(10_000)
+    receive = one.receive(short, 0, 0, "a test") if early else None
+    hub.send(tensor, 1, 0, "a test")
+    hub.send(tensor, 2, 0, "a test")
+    with pytest.raises(PeerLost, match="rank 0: 20000 packed floats of 4 bytes came for memory of 40000 bytes"):
+        (receive or one.receive(short, 0, 0, "a test")).wait()
+    found = torch.empty_like(tensor)
+    other.receive(found, 0, 0, "a test").wait()
+    assert torch.equal(found, tensor)

@@ -42,12 +42,14 @@ class Line:
         with self.changed:
             assert self.changed.wait_for(lambda: self.happened == list(texts), 10), self.happened
 
-    def issue(self, name: str, *, asynchronous: bool = True, attended: bool = False) -> CollectiveWork:
+    def issue(
+        self, name: str, *, asynchronous: bool = True, attended: bool = False, lazy: bool = False
+    ) -> CollectiveWork:
         def begin() -> "Started":
             self.note(f"begin {name}")
             return Started(self, name)
 
-        return self.queue.run(begin, name, asynchronous, leaves=True, attended=attended)
+        return self.queue.run(begin, name, asynchronous, leaves=True, attended=attended, lazy=lazy)
 
     def issue_whole(self, name: str) -> CollectiveWork:
         return self.queue.run(lambda: self.note(f"run {name}"), name, asynchronous=True)
@@ -134,3 +136,28 @@ def test_the_error_of_one_is_its_own_and_is_reported(line: Line) -> None:
     with pytest.raises(ValueError, match="a bad one"):
         works[1].wait()
     assert line.errors == ["a bad one"] and works[1].is_completed() and not works[1].is_success()
+
+
+def test_a_lazy_one_is_begun_by_the_caller_and_goes_on_when_somebody_waits(line: Line) -> None:
+    before = threading.active_count()
+    work = line.issue("a", lazy=True)
+    line.seen("begin a")
+    line.let_on("a")
+    assert work.wait() and work.is_completed() and threading.active_count() == before
+
+
+@pytest.mark.parametrize("ask", [CollectiveWork.is_completed, CollectiveWork.get_future])
+def test_a_lazy_one_that_somebody_asks_for_is_done_without_a_wait(
+    line: Line, ask: Callable[[CollectiveWork], object]
+) -> None:
+    work = line.issue("a", lazy=True)
+    ask(work)
+    line.let_on("a")
+    line.seen("begin a", "end a")
+
+
+def test_behind_a_lazy_one_others_go_on(line: Line) -> None:
+    line.let_on("a", "b")
+    line.issue("a", lazy=True)
+    line.issue("b")
+    line.seen("begin a", "begin b", "end a", "end b")

@@ -6,6 +6,7 @@ works out the truth on its own (backend_truth.py).
 
 import functools
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed import ReduceOp
 from helpers import backend_ranks
 from helpers.backend_ranks import Checks, Played, close, report, same
 from helpers.backend_truth import COMPLEX, MOVED, SUMMED, agree, every_op, legal, reduced, values
+from shoal.collectives import float_packing
 
 check = Checks()
 played = backend_ranks.played  # the fixture
@@ -627,10 +629,27 @@ def test_collectives(played: Played, size: int, name: str) -> None:
     report(played(size), name)
 
 
-@pytest.mark.parametrize("each", [1, 2])
-def test_collectives_between_hosts(each: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks of three ranks again: each has a host of its own, or two share one."""
+@check(2, 3, 4)
+def a_broadcast_that_nobody_waits_for_is_done_at_last(rank: int, size: int) -> None:
+    for root in range(size):
+        tensor = torch.full((100,), float(rank))
+        work = dist.broadcast(tensor, root, async_op=True)
+        assert work is not None
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.001)
+        same(tensor, torch.full((100,), float(root)), f"from {root}")
+
+
+@pytest.mark.parametrize(("each", "slow"), [(1, False), (2, False), (1, True)])
+def test_collectives_between_hosts(each: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks of three ranks again: each has a host of its own, or two share one; or links are slow, and floats of
+    any size and value travel packed."""
     monkeypatch.setattr(backend_ranks, "RANKS_PER_HOST", each)
+    if slow:
+        monkeypatch.setenv("SHOAL_LINKS", '{"host": [1e-4, 1e7]}')
+        monkeypatch.setattr(float_packing, "LEAST_BYTES", 1)
+        monkeypatch.setattr(float_packing, "MOST_SHARE", 100)
     names = [name for size, name in check.cases if size == 3]
     verdicts = backend_ranks.play(3, {name: check.checks[name] for name in names})
     for name in names:

@@ -1,11 +1,14 @@
 """Floats in fewer bytes without losing a bit, for slow links. Pure.
 
 Signs and mantissas of gradients are noise, but their exponents differ little: those of fp32 carry about 3 of 8 bits.
-A number is rotated by one bit, so that its exponent fills a byte, and cut into planes. The exponents are compressed:
+A number is rotated by one bit, so that its exponent fills a byte, and cut into planes:
 
-    fp32   sign │ exponent │ mantissa          exponent │ mantissa, sign           planes: header │ lower 16 bits of each
-           1    │ 8        │ 23        ──►     8        │ 24               ──►     │ next 8 bits │ exponents, compressed
-    bf16   1    │ 8        │ 7                 8        │ 8                        header │ lower 8 bits │ exponents …
+    fp32   sign │ exponent │ mantissa             exponent │ mantissa, sign
+           1    │ 8        │ 23           ──►     8        │ 8 │ 16
+    bf16   sign │ exponent │ mantissa             exponent │ mantissa, sign
+           1    │ 8        │ 7            ──►     8        │ 8
+
+    message   header │ the lower 16 bits of each (fp32) │ the 8 bits above them │ the exponents, compressed by zstd
 
 A message of fp32 becomes about a sixth shorter, one of bf16 a third. Both ends together take about 1.5 ms for a MB.
 """

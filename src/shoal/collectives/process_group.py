@@ -41,7 +41,7 @@ from shoal.collectives.options import NAME, CommOptions
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.transport import CollectiveTransport, TransportMessage, open_transport
 from shoal.collectives.work_handles import CombinedWork, MessageWork
-from shoal.collectives.work_queue import CollectiveAction, CollectiveWork, StartedCollective, WorkQueue
+from shoal.collectives.work_queue import CollectiveWork, StartedCollective, WorkQueue
 from shoal.errors import CallError, CollectiveError, PeerLost
 from shoal.numerics.lanes import Span
 

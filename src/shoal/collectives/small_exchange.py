@@ -1,4 +1,4 @@
-"""Few bytes straight from rank to rank: every message of a small collective is posted at once, and nothing is passed on.
+"""Few bytes straight from rank to rank: a small collective posts all its messages at once, and passes nothing on.
 
     all-gather of 4 ranks      rank 0 ─► 1 2 3    rank 1 ─► 2 3 0    rank 2 ─► 3 0 1    rank 3 ─► 0 1 2
     broadcast from rank 0      rank 0 ─► 1 2 3

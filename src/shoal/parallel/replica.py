@@ -180,7 +180,14 @@ class ModelReplica:
 def outside_graphs(hook: Any) -> Any:
     """A hook that torch.compile leaves between its graphs: a graph would draw from a stream of its own."""
     dynamo = sys.modules.get("torch._dynamo")  # loaded where anything is compiled
-    return hook if dynamo is None else dynamo.disable(hook)
+    if dynamo is None:
+        return hook
+    disabled = dynamo.disable(hook)  # a call of this takes longer than the hook does
+
+    def call(*args: Any) -> Any:
+        return disabled(*args) if torch.compiler.is_compiling() else hook(*args)
+
+    return call
 
 
 def sum_tied(gradients: Sequence[Tensor | None]) -> Tensor | None:

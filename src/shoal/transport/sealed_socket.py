@@ -139,6 +139,8 @@ class SealedSocket:
         while True:
             # The next record's length comes with this one, so that a reader can sleep until all of it is there.
             have, needed = self._end - self._start, LENGTH.size
+            if not have:
+                self._start = self._end = 0  # the system gives memory to as much of the buffer as is used
             if have >= LENGTH.size:
                 (length,) = LENGTH.unpack_from(self._in, self._start)
                 if not 0 < length <= RECORD_BYTES:
