@@ -25,6 +25,7 @@ from torch import Tensor
 LEAST_BYTES = 32 << 10  # of a message that is worth it
 MOST_SHARE = 0.95  # of its bytes: otherwise it travels as it is
 SLOW_LINK = 1e8  # bytes per second: below, what both ends save on the link is more than what they spend
+MEDIUM_LINK = 2e8  # below, it is worth it where a core has nothing else to do (spare_time.py)
 _LEVEL = 1  # of zstd: higher ones look for repetitions, of which there are none
 _HEADER = struct.Struct("<BxxxI")  # bytes of a number; numbers
 _FORMATS: dict[torch.dtype, tuple[int, Any]] = {torch.float32: (4, np.uint32), torch.bfloat16: (2, np.uint16)}

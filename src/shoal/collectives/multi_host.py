@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from shoal.collectives.choose_algorithm import AlgorithmChoice, choose_algorithm, readable_bytes
 from shoal.collectives.connect_peers import connect_peers
 from shoal.collectives.cost_model import complete_assignment, slowest_bandwidth
-from shoal.collectives.float_packing import SLOW_LINK
+from shoal.collectives.float_packing import MEDIUM_LINK, SLOW_LINK
 from shoal.collectives.handshake import GroupMember, left_midway_error
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.message_router import BACKSTOP_SECONDS, CollectiveMessages, MessageRouter, UserMessage, first_tag
@@ -36,7 +36,7 @@ from shoal.collectives.single_host import check_lengths, own_lengths
 from shoal.collectives.small_exchange import SMALL_BYTES, SMALL_RANKS, SmallExchange
 from shoal.collectives.stats import CommStats, make_comm_stats, places_of
 from shoal.collectives.tcp_messenger import TcpMessenger
-from shoal.collectives.topology import Level, level_setting, link_level
+from shoal.collectives.topology import level_setting, link_level
 from shoal.collectives.trees import TreeRoute, least_chunk
 from shoal.errors import CollectiveError
 from shoal.numerics.lanes import Span, subtrees
@@ -95,8 +95,8 @@ class MultiHostTransport:
         connections = connect_peers(store, members, rank, shared, timeout)
         limit = timeout.total_seconds()
         messenger = ShmMessenger(self._segment) if self._segment is not None else None
-        slow = {peer for peer in connections.tensors if self._is_slow(self._levels[peer])}
-        self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors, slow), messenger, limit)
+        slow, medium = self._behind(0, SLOW_LINK), self._behind(SLOW_LINK, MEDIUM_LINK)
+        self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors, slow, medium), messenger, limit)
         links = {peer: PeerLink(peer, connection) for peer, connection in connections.status.items()}
         self.health = PeerMonitor(members, rank, links, limit, self.router.progress, self.router.abort_waits)
         self.router.monitor = self.health
@@ -106,10 +106,12 @@ class MultiHostTransport:
         self._started: deque[StartedTree] = deque()
         self._choices: dict[Any, AlgorithmChoice] = {}
 
-    def _is_slow(self, level: Level) -> bool:
-        """Whether packed floats pay on links of this level."""
-        speed = level_setting(self.config.links, level)
-        return speed is not None and speed.bandwidth < SLOW_LINK
+    def _behind(self, least: float, most: float) -> frozenset[int]:
+        """The ranks behind links of this many bytes per second."""
+        speeds = [level_setting(self.config.links, level) for level in self._levels]
+        return frozenset(
+            rank for rank, speed in enumerate(speeds) if speed is not None and least <= speed.bandwidth < most
+        )
 
     # -- order ----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from shoal.collectives.handshake import GroupMember
 from shoal.collectives.liveness import close_in_children
 from shoal.collectives.receive_claim import ReceiveClaim
 from shoal.collectives.shm_p2p import ANY_SOURCE
+from shoal.collectives.spare_time import SpareTime
 from shoal.collectives.tcp_stream import TcpMessage, TcpStream
 from shoal.errors import CollectiveError
 
@@ -43,7 +44,7 @@ class _NewsFollower:
 
 class TcpMessenger:
     """`connections` by rank: sockets or what behaves like one, connected and authenticated. `slow`: ranks behind slow
-    links, to which floats are sent packed."""
+    links, to which floats are sent packed; to those in `medium` while this process computes nothing else."""
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class TcpMessenger:
         rank: int,
         connections: Mapping[int, Any],
         slow: Container[int] = frozenset(),
+        medium: Container[int] = frozenset(),
     ) -> None:
-        self.members, self.rank, self._slow = members, rank, slow
+        self.members, self.rank, self._slow, self._medium = members, rank, slow, medium
+        self._spare_time = SpareTime()
         self._packer, self._packing = FloatPacker(), threading.Lock()
         unpacker = FloatPacker()
         self.failure: CollectiveError | None = None
@@ -105,10 +108,12 @@ class TcpMessenger:
         return message
 
     def _pack(self, tensor: Tensor, to: int, like: TcpMessage | None) -> Tensor | None:
-        if to not in self._slow:
+        if to not in self._slow and to not in self._medium:
             return None
-        if like is not None and like.packed:
-            return like.tensor
+        if like is not None:
+            return like.tensor if like.packed else None
+        if to not in self._slow and not self._spare_time.look():
+            return None
         with self._packing:
             return self._packer.pack(tensor)
 
