@@ -15,6 +15,7 @@ from shoal.collectives import tcp_stream
 from shoal.collectives.handshake import GroupMember
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.shm_p2p import ANY_SOURCE
+from shoal.collectives.spare_time import SpareTime
 from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.errors import CollectiveError, PeerLost
 
@@ -36,7 +37,7 @@ class Ends:
     others: list[TcpMessenger]
 
 
-def connected(size: int = 2, slow: bool = False) -> Ends:
+def connected(size: int = 2, slow: bool = False, medium: bool = False) -> Ends:
     members = [member(rank) for rank in range(size)]
     near: dict[int, Any] = {}
     others = []
@@ -45,7 +46,8 @@ def connected(size: int = 2, slow: bool = False) -> Ends:
         for end in (near[rank], far):
             end.setblocking(False)
         others.append(TcpMessenger(members, rank, {0: far}))
-    return Ends(TcpMessenger(members, 0, near, range(1, size) if slow else ()), others)
+    behind = range(1, size)
+    return Ends(TcpMessenger(members, 0, near, behind if slow else (), behind if medium else ()), others)
 
 
 @pytest.fixture
@@ -374,3 +376,20 @@ def test_packed_floats_for_memory_of_another_length_lose_that_rank_alone(slow_en
     found = torch.empty_like(tensor)
     other.receive(found, 0, 0, "a test").wait()
     assert torch.equal(found, tensor)
+
+
+def test_floats_to_a_rank_of_medium_speed_are_packed_while_a_core_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = connected(3, medium=True)
+    tensor, packed = floats(20_000), []
+    for idle in (False, True):
+        monkeypatch.setattr(SpareTime, "look", lambda _, idle=idle: idle)
+        first = made.hub.send(tensor, 1, 0, "a test")
+        second = made.hub.send(tensor, 2, 0, "a test", like=first)
+        packed += [first.packed, second.packed]
+        for other in made.others:
+            found = torch.empty_like(tensor)
+            other.receive(found, 0, 0, "a test").wait()
+            assert torch.equal(found, tensor)
+    assert packed == [False, False, True, True]
+    for messenger in (made.hub, *made.others):
+        messenger.close()

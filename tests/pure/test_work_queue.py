@@ -156,8 +156,26 @@ def test_a_lazy_one_that_somebody_asks_for_is_done_without_a_wait(
     line.seen("begin a", "end a")
 
 
+def test_a_lazy_one_that_nobody_asks_for_goes_on_with_the_next_hurry(line: Line) -> None:
+    line.issue("a", lazy=True)
+    line.seen("begin a")
+    line.let_on("a")
+    line.queue.hurry()
+    line.seen("begin a", "end a")
+    before = threading.active_count()
+    line.queue.hurry()  # nothing is left
+    assert threading.active_count() == before
+
+
+def test_a_lazy_one_that_is_done_when_it_has_begun_ends_there(line: Line) -> None:
+    line.let_on("a")
+    work = line.issue("a", lazy=True)
+    line.seen("begin a", "end a")
+    assert work.done and not line.queue._begun
+
+
 def test_behind_a_lazy_one_others_go_on(line: Line) -> None:
-    line.let_on("a", "b")
     line.issue("a", lazy=True)
     line.issue("b")
+    line.let_on("a", "b")
     line.seen("begin a", "begin b", "end a", "end b")

@@ -639,6 +639,11 @@ def a_broadcast_that_nobody_waits_for_is_done_at_last(rank: int, size: int) -> N
         while not work.is_completed() and time.monotonic() < until:
             time.sleep(0.001)
         same(tensor, torch.full((100,), float(root)), f"from {root}")
+        silent = torch.full((100,), float(rank))  # nobody looks: it is there all the same, sooner or later
+        work = dist.broadcast(silent, root, async_op=True)
+        while silent[0] != root and time.monotonic() < until:
+            time.sleep(0.001)
+        same(silent, torch.full((100,), float(root)), f"from {root}, without a look")
 
 
 @pytest.mark.parametrize(("each", "slow"), [(1, False), (2, False), (1, True)])

@@ -188,6 +188,9 @@ class MultiHostTransport:
                 self._watch(self._started[0].op, self._started[0].number)
         return True
 
+    def call_each_tick(self, action: Callable[[], None]) -> None:
+        self.health.each_tick = action
+
     def wake(self) -> None:
         """Lets a thread in `finish` look whether it is interrupted."""
         self.router.tcp.wake()

@@ -58,6 +58,7 @@ class PeerMonitor:
     ) -> None:
         self.members, self.rank, self.limit = members, rank, limit
         self.failure: CollectiveError | None = None
+        self.each_tick: Callable[[], None] = lambda: None  # called ten times a second
         self.streamed: frozenset[int] = frozenset()  # ranks whose messages come through a stream that ends with them
         self._links = dict(links)
         self._progress, self._abort_waits = progress, abort_waits
@@ -184,6 +185,7 @@ class PeerMonitor:
                     self._receive(link)
                 if link.closed_at is not None:
                     selector.unregister(key.fileobj)
+        self.each_tick()
         if self.failure is None:
             found = self._reported_failure() or self._find_failure()
             if found is not None:

@@ -87,6 +87,17 @@ def _nothing() -> None:
     return
 
 
+def _hurrying(queue: WorkQueue) -> Callable[[], None]:
+    """Hurries a queue, and keeps neither it nor its group."""
+    known = weakref.ref(queue)
+
+    def hurry() -> None:
+        if (found := known()) is not None:
+            found.hurry()
+
+    return hurry
+
+
 def _first_tensor(arguments: Any) -> Tensor | None:
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -112,6 +123,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self._overlapping = self.transport.overlapping
         wake = self._overlapping.wake if self._overlapping is not None else _nothing
         self._queue = WorkQueue("shoal collectives", self._limit, self.transport.abandon, wake)
+        if self._overlapping is not None:
+            self._overlapping.call_each_tick(_hurrying(self._queue))
         self._coalesced: list[Any] | None = None  # works since _start_coalescing
         self._all_reduce_calls: dict[Any, tuple[CollectiveOp, Any]] = {}  # by operation, type and shape
         self._name = self._description = ""

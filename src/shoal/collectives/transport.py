@@ -7,7 +7,7 @@ whose collectives run in the same order on every rank, and block, but for those 
 import logging
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -91,6 +91,10 @@ class OverlappingTransport(Protocol):
 
     def goes_straight(self, num_bytes: int) -> bool:
         """Whether so many bytes go straight from rank to rank: none waits for another to pass them on."""
+        ...
+
+    def call_each_tick(self, action: Callable[[], None]) -> None:
+        """From now on a thread of the transport calls this some ten times a second."""
         ...
 
     def wake(self) -> None:

@@ -165,6 +165,7 @@ class WorkQueue:
         self._run_lock = threading.Lock()  # held by the thread that runs collectives
         self._available = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
+        self._lazy_issued = False  # since the last `hurry`
         self._in_callbacks = 0  # threads in a user's callback, which may wait for a later collective
         self._closed = False
 
@@ -179,14 +180,17 @@ class WorkQueue:
     ) -> CollectiveWork:
         """`leaves`: the action may begin its collective and leave it, also if the call is a blocking one. `attended`:
         the caller will wait for it soon, so that no other thread need wake for it. `lazy`: once it has begun, no other
-        rank waits for this one, so that it need not go on before somebody here waits or asks for it."""
+        rank waits for this one, so that it goes on when somebody here waits or asks for it, or with a `hurry`."""
         if asynchronous or leaves:
             work = CollectiveWork(self, action, value, leaves, lazy)
             attended = attended or lazy
             self._waiting.append(work)
+            self._lazy_issued = self._lazy_issued or lazy  # behind it: `hurry` looks in the other order
             if attended and self._run_lock.acquire(blocking=False):
                 try:
                     self._begin_next()
+                    if lazy and self._begun[0] is work and work.go_on(_at_once, self._on_error):
+                        self._begun.popleft()
                 finally:
                     self._run_lock.release()
             elif self._begun:
@@ -209,6 +213,13 @@ class WorkQueue:
                 earlier = self._run_next()
             if earlier is not None:
                 earlier.complete_future()
+
+    def hurry(self) -> None:
+        """Lets lazy works that nobody waits for go on. To be called now and then, from any thread."""
+        if self._lazy_issued and not self._closed:
+            self._lazy_issued = False
+            if self._waiting or self._begun:
+                self.call_thread()
 
     def call_thread(self) -> None:
         """The queue's thread runs what is in the queue."""
@@ -280,6 +291,11 @@ class WorkQueue:
                 work.complete_future()
         self._set_limit = self._on_error = _nothing  # releases the group
         self._wake = _no_wake
+
+
+def _at_once() -> bool:
+    """Interrupts all that is not done yet."""
+    return True
 
 
 def _nothing(_: Any) -> None:

@@ -6,7 +6,7 @@ Each direction has a key of its own, which nobody else has had before. Records a
 number, so one that is changed, repeated, left out or moved does not open. After REKEY_RECORDS records both ends derive
 the next key from the last, so no key seals more than 16 GiB, and a key that leaks does not open what came before it.
 
-TLS does the same with records of 16 KB at most. These are up to 64 times as long, and the OpenSSL of `cryptography` is
+TLS does the same with records of 16 KB at most. These are up to 16 times as long, and the OpenSSL of `cryptography` is
 newer than that of most Pythons: together less than half of the processor time of TLS, which decides on fast links.
 """
 
@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Buffer = bytes | bytearray | memoryview
 KEY_BYTES = 32
-RECORD_BYTES = 1 << 20  # of a record at most, before it is sealed
+RECORD_BYTES = 256 << 10  # of a record at most, before it is sealed: the next one is sealed while it travels
 LENGTH = struct.Struct("<I")
 _NONCE = struct.Struct("<Q4x")  # the record's number
 TAG_BYTES = 16
 OVERHEAD_BYTES = LENGTH.size + TAG_BYTES
-REKEY_RECORDS = 1 << 14
+REKEY_RECORDS = 1 << 16
 
 
 class RecordDamaged(ValueError):
