@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import select
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -99,20 +100,47 @@ def test_buffers_arrive_in_order_although_the_peer_reads_late(pair: Pair, room: 
 def test_a_sleeping_reader_wakes_when_a_record_is_whole_and_not_before_a_packet_counts(pair: Pair) -> None:
     """`SO_RCVLOWAT` never asks for more than the record at hand still needs."""
     _, server = sealed(pair)
-    record, short = records(ONE, bytes(100_000), b"x")
+    server.owed = 1
+    record, short = records(ONE, bytes(200_000), b"x")
     pair[0].sendall(record[:5000])
     select.select([pair[1]], [], [], 5)
     with pytest.raises(BlockingIOError):
-        server.recv_into(bytearray(100_000))
+        server.recv_into(bytearray(200_000))
     assert pair[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) > 1
     pair[0].setblocking(True)
     pair[0].sendall(record[5000:])
-    assert received(server, 100_000) == bytes(100_000)
+    assert received(server, 200_000) == bytes(200_000)
+    server.owed = 0
     with pytest.raises(BlockingIOError):
         server.recv(1)
     pair[0].sendall(short)
     assert select.select([server], [], [], 10)[0], "a short record wakes it, too"
     assert received(server, 1) == b"x"
+
+
+def test_a_short_message_is_not_worth_a_setting_of_the_system(pair: Pair) -> None:
+    _, server = sealed(pair)
+    (record,) = records(ONE, bytes(60_000))
+    pair[0].sendall(record[:5000])
+    select.select([pair[1]], [], [], 5)
+    with pytest.raises(BlockingIOError):
+        server.recv_into(bytearray(60_000))
+    assert pair[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+def test_one_read_takes_the_records_that_are_there_and_fit(pair: Pair) -> None:
+    """And says whether it has taken all: the caller need not ask again."""
+    _, server = sealed(pair)
+    plains = [bytes([number]) * 5000 for number in range(4)]
+    pair[0].sendall(b"".join(records(ONE, *plains)))
+    select.select([pair[1]], [], [], 5)
+    into = bytearray(12_000)
+    assert server.recv_into(into) == 10_000 and into[:10_000] == plains[0] + plains[1]
+    assert not server.drained, "a third one is there, which did not fit"
+    assert server.recv_into(into) == 10_000 and into[:10_000] == plains[2] + plains[3]
+    assert server.drained
+    with pytest.raises(BlockingIOError):
+        server.recv_into(into)
 
 
 def test_a_reader_that_is_owed_more_sleeps_until_that_is_there(pair: Pair) -> None:
@@ -130,6 +158,28 @@ def test_a_reader_that_is_owed_more_sleeps_until_that_is_there(pair: Pair) -> No
     pair[0].sendall(made[0][50_000:] + made[1] + made[2])
     assert select.select([server], [], [], 10)[0]
     assert received(server, 300_000) == bytes(300_000)
+
+
+@pytest.mark.parametrize("ending", ["end", "reset", "half", "damage", "length"])
+def test_what_came_before_the_end_of_a_connection_is_read_first(pair: Pair, ending: str) -> None:
+    """One read that goes on to the next record does not lose those before it."""
+    _, server = sealed(pair)
+    whole, other = records(ONE, b"whole", b"other")
+    behind = {"half": other[:9], "damage": bytes(len(other)), "length": LENGTH.pack(RECORD_BYTES + 1)}.get(ending, b"")
+    pair[0].sendall(whole + (LENGTH.pack(5) + behind[4:] if ending == "damage" else behind))
+    if ending == "reset":
+        pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if ending in ("end", "reset", "half"):
+        pair[0].close()
+    select.select([server], [], [], 5)
+    assert server.recv(1000) == b"whole"
+    for _ in range(2):  # and it stays so
+        select.select([server], [], [], 0 if ending in ("damage", "length") else 5)
+        if ending == "end":
+            assert server.recv(1000) == b""
+            continue
+        with pytest.raises(ConnectionError):
+            server.recv(1000)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +235,10 @@ def test_no_key_seals_two_records_under_one_number(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sealed_records, "REKEY_RECORDS", 3)
     made = records(ONE, *(b"plain" for _ in range(11)))
     assert len(used) == len(set(used)) == 11
-    assert [key for key, _ in used].count(ONE) == 3 and len({key for key, _ in used}) == 4
+    assert [key for key, _ in used].count(ONE[:16]) == 3 and len({key for key, _ in used}) == 4
     second = hmac.digest(ONE, b"shoal: the next key of this direction", hashlib.sha256)
-    assert AESGCM(second).decrypt((1).to_bytes(12, "little"), made[3][LENGTH.size :], None) == b"plain"
+    nonce = (int.from_bytes(second[16:28], "little") ^ 1).to_bytes(12, "little")
+    assert AESGCM(second[:16]).decrypt(nonce, made[3][LENGTH.size :], None) == b"plain"
 
 
 def test_keys_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

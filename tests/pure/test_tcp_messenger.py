@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.collectives import tcp_stream
+from shoal.collectives import tcp_messenger, tcp_stream
 from shoal.collectives.handshake import GroupMember
 from shoal.collectives.liveness import PeerLink
 from shoal.collectives.shm_p2p import ANY_SOURCE
 from shoal.collectives.spare_time import SpareTime
 from shoal.collectives.tcp_messenger import TcpMessenger
 from shoal.errors import CollectiveError, PeerLost
+from shoal.transport.sealed_records import OVERHEAD_BYTES, RecordCipher
+from shoal.transport.sealed_socket import SealedSocket
 
 PATIENCE = 10.0  # seconds: of a thread that would hang
 
@@ -164,6 +166,88 @@ def test_several_threads_wait_at_once_and_each_gets_its_own(ends: Ends) -> None:
         other.send(torch.full((1000,), float(tag)), 0, tag, "send").wait()
     joined(*waiting)
     assert [float(each.sum()) for each in tensors] == [1000.0 * tag for tag in range(12)]
+
+
+def test_a_receive_is_served_while_another_thread_waits_for_a_send(ends: Ends) -> None:
+    """On both ranks a thread waits for a send that nobody reads. What is in the sockets has been reported before
+    anybody wanted it, so a receive that is posted then has to wake the thread that leads."""
+    pairs = ((ends.hub, 1), (ends.others[0], 0))
+    size = 4 << 20
+    sends = [messenger.send(torch.ones(size, dtype=torch.uint8), peer, 0, "a send") for messenger, peer in pairs]
+    threads = [threading.Thread(target=send.wait, daemon=True) for send in sends]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + PATIENCE
+    while not all(messenger._leading for messenger, _ in pairs) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)  # the leaders have taken what was reported, and sleep
+    receives = [messenger.receive(torch.zeros(size, dtype=torch.uint8), peer, 0, "it") for messenger, peer in pairs]
+    threads += [threading.Thread(target=receive.wait, daemon=True) for receive in receives]
+    for thread in threads[2:]:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert all(bool(receive.tensor.all()) and receive.done for receive in receives) and all(send.done for send in sends)
+
+
+def test_the_reader_of_a_long_message_sleeps_until_the_rest_of_it_is_there() -> None:
+    """Also where its header has come with the first part of its bytes, in one read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        near, _ = listener.accept()
+    one, other, size = bytes(range(32)), bytes(range(1, 33)), 200_000
+    messenger = TcpMessenger([member(0), member(1)], 1, {0: SealedSocket(near, other, one)})
+    cipher, sent = RecordCipher(one), b""
+    for plain in (struct.pack("<qQ", 0, size), bytes(size)):
+        record = memoryview(bytearray(len(plain) + OVERHEAD_BYTES))
+        cipher.seal(plain, record)
+        sent += bytes(record)
+    far.sendall(sent[:-60_000])
+    receive = messenger.receive(torch.ones(size, dtype=torch.uint8), 0, 0, "a receive")
+    waits = threading.Thread(target=receive.wait, daemon=True)
+    waits.start()
+    until = time.monotonic() + PATIENCE
+    while near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != 60_000 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 60_000
+    far.sendall(sent[-60_000:])
+    waits.join(PATIENCE)
+    assert receive.done and not receive.tensor.any()
+    messenger.close()
+    far.close()
+
+
+class _SpyPoll:
+    """An epoll that counts how often somebody looks without sleeping."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.looks = real, 0
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        self.looks += timeout == 0
+        found: list[tuple[int, int]] = self.real.poll(timeout)
+        return found
+
+    def close(self) -> None:
+        self.real.close()
+
+
+@pytest.mark.parametrize(("soon", "length", "looks"), [(True, 8, True), (False, 8, False), (True, 1 << 17, False)])
+def test_a_wait_looks_before_it_sleeps_if_the_last_answer_came_soon(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, soon: bool, length: int, looks: bool
+) -> None:
+    """Only for small messages, and never for longer than SOON_SECONDS: here that is until the answer is there."""
+    monkeypatch.setattr(tcp_messenger, "SOON_SECONDS", PATIENCE)
+    spy = ends.hub._epoll = _SpyPoll(ends.hub._epoll)
+    ends.hub._answers_soon = soon
+    receive = ends.hub.receive(torch.empty(length, dtype=torch.uint8), 1, 0, "a receive")
+    answer = threading.Timer(0.2, lambda: ends.others[0].send(torch.ones(length, dtype=torch.uint8), 0, 0, "a send"))
+    answer.start()
+    receive.wait()
+    answer.join()
+    assert (spy.looks > 20) is looks
+    if length == 8:
+        assert ends.hub._answers_soon, "this one came within SOON_SECONDS"
 
 
 def test_messages_move_though_nobody_waits(ends: Ends) -> None:

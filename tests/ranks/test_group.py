@@ -49,6 +49,21 @@ def test_a_merge_has_the_bits_of_one_process(name: str) -> None:
     assert ranks(len(deal), work) == [wanted] * len(deal)
 
 
+@pytest.mark.parametrize(("bandwidth", "compress", "packs"), [(1e8, "", True), (1e8, "bf16", False), (1e9, "", False)])
+def test_floats_are_packed_for_links_of_medium_speed_unless_sums_are_compressed(
+    bandwidth: float, compress: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compressing is work enough for the cores."""
+    monkeypatch.setattr(transport, "host_identity", lambda: str(os.getpid()))
+    monkeypatch.setenv("SHOAL_LINKS", f'{{"host": [1e-4, {bandwidth}]}}')
+    monkeypatch.setenv("SHOAL_COMPRESS", compress)
+
+    def work(group: DistributedGroup) -> bool:
+        return 1 - group.rank in group.process_group.transport.router.tcp._medium
+
+    assert ranks(2, work) == [packs] * 2
+
+
 @pytest.mark.parametrize("name", ["2 uneven", "3 of 8", "4 of 11"])
 def test_merges_between_hosts_are_under_way_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones in chunks and small ones that every rank adds itself, with rows between them, in one order of calls on

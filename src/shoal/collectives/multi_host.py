@@ -96,6 +96,8 @@ class MultiHostTransport:
         limit = timeout.total_seconds()
         messenger = ShmMessenger(self._segment) if self._segment is not None else None
         slow, medium = self._behind(0, SLOW_LINK), self._behind(SLOW_LINK, MEDIUM_LINK)
+        if self.config.compress:  # cores have that to do, and links wait for them
+            medium = frozenset()
         self.router = MessageRouter(TcpMessenger(members, rank, connections.tensors, slow, medium), messenger, limit)
         links = {peer: PeerLink(peer, connection) for peer, connection in connections.status.items()}
         self.health = PeerMonitor(members, rank, links, limit, self.router.progress, self.router.abort_waits)

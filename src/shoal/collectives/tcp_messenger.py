@@ -31,6 +31,7 @@ UNATTENDED_SECONDS = 0.002  # after this time without a leader the messenger's o
 IDLE_NAPS = 25  # of that thread without such messages, before it sleeps until it is called: a call costs a switch
 LONGEST_NAP_SECONDS = 0.02  # of that thread while others lead
 NEWS_SECONDS = 0.001  # between looks of a thread that waits for any message while another one leads
+SOON_SECONDS, SOON_BYTES = 0.0003, 64 << 10  # an answer of this time and size is worth looking for, awake
 CLOSE_SECONDS = 1.0  # for a thread that still waits when the group closes
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
@@ -75,6 +76,7 @@ class TcpMessenger:
             self._epoll.register(descriptor, _EDGES)
             close_in_children(stream.connection)
         self._leading = False
+        self._answers_soon = True  # the last small message that a caller waited for came within SOON_SECONDS
         self._leads = 0  # how often a caller has led
         self._followers: deque[TcpMessage | _NewsFollower] = deque()
         self._unattended: list[TcpMessage] = []  # users' messages, which nobody may wait for
@@ -143,6 +145,9 @@ class TcpMessenger:
                         stream.pull(lambda: message.done)
             if not (attended or message.done):
                 self._attend(message)
+            sources = self.streams.values() if source == ANY_SOURCE else (self.streams[source],)
+            if self._leading and not message.done and any(stream.due for stream in sources):
+                os.eventfd_write(self._wake, 1)  # the leader has passed by what is there, since nobody wanted it
         return message
 
     def _post_any(self, receive: TcpMessage) -> None:
@@ -175,20 +180,14 @@ class TcpMessenger:
 
     def wait(self, message: TcpMessage, seconds: float | None = None) -> None:
         """Moves messages until this one is done or the seconds are over. The caller looks at its error."""
-        self._wait(lambda: message.done, message, self.streams.get(message.peer), seconds)
+        self._wait(lambda: message.done, message, seconds)
 
     def wait_news(self, finished: int, interrupted: Callable[[], bool], seconds: float | None = None) -> None:
         """Likewise, until another message than these first `finished` ones is done, or the caller is `interrupted`:
         whoever changes that calls `wake`."""
-        self._wait(lambda: self.finished != finished or interrupted(), _NewsFollower(), None, seconds)
+        self._wait(lambda: self.finished != finished or interrupted(), _NewsFollower(), seconds)
 
-    def _wait(
-        self,
-        ended: Callable[[], bool],
-        follower: "TcpMessage | _NewsFollower",
-        first: TcpStream | None,
-        seconds: float | None,
-    ) -> None:
+    def _wait(self, ended: Callable[[], bool], follower: "TcpMessage | _NewsFollower", seconds: float | None) -> None:
         while not ended():
             with self._lock:
                 if ended():
@@ -205,7 +204,7 @@ class TcpMessenger:
                         os.eventfd_write(self._wake, 1)
             try:
                 if leads:
-                    self._lead(ended, first, seconds)
+                    self._lead(ended, follower, seconds)
                 else:
                     baton.acquire(timeout=follower.patience if seconds is None else seconds)
             finally:
@@ -213,11 +212,20 @@ class TcpMessenger:
             if seconds is not None:
                 return
 
-    def _lead(self, ended: Callable[[], bool], first: TcpStream | None, seconds: float | None) -> None:
+    def _lead(
+        self,
+        ended: Callable[[], bool],
+        awaited: "TcpMessage | _NewsFollower | None" = None,
+        seconds: float | None = None,
+    ) -> None:
         streams = tuple(self.streams.values())
         lock, poll, by_descriptor = self._lock, self._epoll.poll, self._by_descriptor
-        if first is not None:
-            first.readable = True  # perhaps: reading is as cheap as asking
+        until = 0.0  # of a look for a small answer
+        if isinstance(awaited, TcpMessage):
+            if seconds is None and awaited.length <= SOON_BYTES:
+                until = time.perf_counter() + SOON_SECONDS
+            if awaited.peer in self.streams:
+                self.streams[awaited.peer].readable = True  # perhaps: reading is as cheap as asking
         while True:
             with lock:
                 more = False
@@ -225,10 +233,12 @@ class TcpMessenger:
                     if stream.due:
                         more = stream.pull(ended) or more
                 if ended():
+                    if until:
+                        self._answers_soon = time.perf_counter() < until
                     return
             if more:
                 continue
-            events = poll(seconds)
+            events = self._look(until) or poll(seconds)
             with lock:
                 for descriptor, mask in events:
                     if descriptor == self._wake:
@@ -243,6 +253,15 @@ class TcpMessenger:
                         stream.push()
                 if seconds is not None and not events:
                     return
+
+    def _look(self, until: float) -> list[tuple[int, int]]:
+        """Looks for the message that a caller waits for before it sleeps, if the last one came soon: to sleep and to
+        wake again takes as long as a small message. Other processes that want the core have it meanwhile."""
+        while self._answers_soon and time.perf_counter() < until:
+            if events := self._epoll.poll(0):
+                return events
+            os.sched_yield()
+        return []
 
     def wake(self) -> None:
         """Lets a thread that leads look whether it is interrupted. Any thread may call this, and is not held up by one
@@ -300,7 +319,7 @@ class TcpMessenger:
                     self._leading = self._leading or free
                     self._thread_leads = free
                 if free:
-                    self._lead(self._relieved, None, None)
+                    self._lead(self._relieved)
                     with self._lock:
                         self._leading = self._thread_leads = False
                         self._call_follower()

@@ -29,6 +29,7 @@ from shoal.errors import CollectiveError
 _HEADER = struct.Struct("<qQ")  # tag, length
 HEADER_BYTES = _HEADER.size
 PACKED = 1 << 63
+LONG_BYTES = 128 << 10  # of a message for which a reader sleeps until it is there
 STAGE_BYTES = 8 << 10  # read at once with a header, so that a small message takes one call of the system
 GATHER_BYTES = 64 << 10  # messages that leave in one call
 GATHER_MESSAGES = 8
@@ -252,8 +253,10 @@ class TcpStream:
             try:
                 if arrival is None:
                     arrival = self._arrival = self._begin()
+                    if arrival is not None and arrival.length >= LONG_BYTES and not self._plain:
+                        self.readable = True  # perhaps: the next read says how much more is to come
                 elif arrival.moved < arrival.length:
-                    if not self._plain:
+                    if not self._plain and arrival.length >= LONG_BYTES:
                         self.connection.owed = arrival.length - arrival.moved
                     arrival.moved += self._read_into(arrival.memory[arrival.moved :])
             except BlockingIOError:
@@ -346,7 +349,7 @@ class TcpStream:
         count: int = self.connection.recv_into(memory)
         if not count:
             raise ConnectionResetError
-        if count < len(memory) and self._plain:
+        if count < len(memory) and (self._plain or self.connection.drained):
             self.readable = False
         self.received_bytes += count
         return count

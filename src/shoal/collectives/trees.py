@@ -30,7 +30,7 @@ GRAIN = 64  # pieces begin at multiples of this many elements: fused kernels dep
 MIN_CHUNK, MAX_CHUNK = 1 << 19, 1 << 20  # bytes of a piece in one message: worth a message; stays in cache
 SLOW_CHUNK, CHUNK_SECONDS = 1 << 16, 0.001  # on slow links a message of this time is worth one, down to so many bytes
 CHUNKS = 2  # of a piece, within these limits, for each stage of a route: so that stages overlap
-COMPRESSED_CHUNK = 1 << 19
+COMPRESSED_CHUNK = 1 << 20
 MAX_CHUNKS = 4096  # of a tensor: each is a message with its own tag
 MAX_PIECES = 4  # per rank: more would balance uneven hosts better, but take too many messages
 

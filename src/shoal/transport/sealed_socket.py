@@ -43,8 +43,9 @@ class SealedSocket:
         self._start = self._end = 0  # of what was read and not opened
         self._opened = self._in[:0]  # opened and not read by the caller, who had room for less
         self._low_water = 1
-        self.owed = 0  # bytes that the peer is known to send next: a sleeping reader wakes when they are there
-        self._damaged: PeerRefused | None = None  # the end: the two no longer count the same records
+        self.owed = 0  # of a long message, bytes that are sure to come: a reader sleeps until they are there
+        self.drained = False  # the last read has taken all that was there
+        self._failure: OSError | None = None  # the end: after it the two no longer count the same records
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -54,8 +55,8 @@ class SealedSocket:
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:
         """Sends what the peer has room for, and returns how many bytes that were. The caller offers the rest again,
         unchanged and first: some of it may be sealed already."""
-        if self._damaged is not None:
-            raise self._damaged
+        if self._failure is not None:
+            raise self._failure
         sent = 0
         while True:
             if not self._leaving:
@@ -111,30 +112,56 @@ class SealedSocket:
         return bytes(buffer[: self.recv_into(buffer)])
 
     def recv_into(self, buffer: Buffer, num_bytes: int = 0) -> int:
-        """Returns bytes of one record; 0 at the end of the connection."""
-        if self._damaged is not None:
-            raise self._damaged
+        """Returns the bytes of the next record, and of those behind it that fit as well; 0 at the end of the
+        connection. An error that comes after some of them is for the next call."""
+        if self._failure is not None:
+            raise self._failure
         into = memoryview(buffer)[: num_bytes or None]
-        if not self._opened:
-            length = self._next_record()
-            if not length:
-                return 0
-            record = self._in[self._start + LENGTH.size : self._start + OVERHEAD_BYTES + length]
+        if self._opened:
+            count = min(len(into), len(self._opened))
+            into[:count] = self._opened[:count]
+            self._opened = self._opened[count:]
+            return count
+        count, self.drained = 0, False
+        while count < len(into):
             try:
-                opened = into[:length] if length <= len(into) else memoryview(bytearray(length))
-                self._opener.open(record, opened)
-            except RecordDamaged as error:
-                raise self._refused(error) from None
-            self._start += OVERHEAD_BYTES + length
-            if length <= len(into):
-                return length
-            self._opened = opened
-        count = min(len(into), len(self._opened))
-        into[:count] = self._opened[:count]
-        self._opened = self._opened[count:]
+                taken = self._open_next(into[count:], count)
+            except BlockingIOError:
+                if not count:
+                    raise
+                self.drained = True
+                return count
+            except OSError as error:
+                self._failure = error
+                if not count:
+                    raise
+                return count
+            if not taken:
+                return count
+            count += taken
         return count
 
-    def _next_record(self) -> int:
+    def _open_next(self, into: memoryview, before: int) -> int:
+        """Opens the next record, `before` bytes behind the first one of this read. Returns how many bytes of it the
+        caller gets; 0 if it does not fit behind others, and at the end of the connection."""
+        length = self._next_record(before)
+        fits = length <= len(into)
+        if not length or (before and not fits):
+            return 0
+        record = self._in[self._start + LENGTH.size : self._start + OVERHEAD_BYTES + length]
+        opened = into[:length] if fits else memoryview(bytearray(length))
+        try:
+            self._opener.open(record, opened)
+        except RecordDamaged as error:
+            raise self._refused(error) from None
+        self._start += OVERHEAD_BYTES + length
+        if fits:
+            return length
+        into[:] = opened[: len(into)]
+        self._opened = opened[len(into) :]
+        return len(into)
+
+    def _next_record(self, before: int) -> int:
         """Reads until a whole record is there. Returns its length; 0 at the end of the connection."""
         while True:
             # The next record's length comes with this one, so that a reader can sleep until all of it is there.
@@ -156,7 +183,8 @@ class SealedSocket:
             try:
                 count = self._socket.recv_into(self._in[self._end : self._end + wanted])
             except BlockingIOError:
-                self._wake_at(max(needed, min(OVERHEAD_BYTES + self.owed, MOST_AWAITED)) - have)
+                awaited = max(needed, min(OVERHEAD_BYTES + self.owed - before, MOST_AWAITED)) - have
+                self._wake_at(awaited if self.owed else 1)
                 raise
             if not count:
                 if have:
@@ -173,8 +201,7 @@ class SealedSocket:
             self._low_water = num_bytes
 
     def _refused(self, error: RecordDamaged) -> PeerRefused:
-        self._damaged = PeerRefused(f"{self._ends} cannot talk: {error}; {CHANGED}")
-        return self._damaged
+        return PeerRefused(f"{self._ends} cannot talk: {error}; {CHANGED}")
 
     def pending(self) -> int:
         """Bytes that are read from the system and not by the caller: `select` does not report them."""
