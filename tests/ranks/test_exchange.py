@@ -12,6 +12,7 @@ from shoal.collectives.group import WorkerGroup
 from shoal.numerics.lanes import assign_lanes, fold, subtrees
 from shoal.parallel.buckets import make_buckets
 from shoal.parallel.gradient_exchange import CollectiveExchange, GradientExchange, SharedMemoryExchange, open_exchange
+from shoal.parallel.row_riders import make_riders
 from shoal.testing import ranks
 
 
@@ -50,6 +51,42 @@ def test_same_bits_as_one_process(kind: str, workers: int) -> None:
     for rank, found in enumerate(ranks(workers, lambda group: merged(group, kind, steps))):
         for step in range(steps):
             for index, (got, want) in enumerate(zip(found[step], expected(step), strict=True)):
+                assert want is not None
+                assert torch.equal(got, want), f"worker {rank}, step {step}, tensor {index}"
+
+
+def merged_riding(group: WorkerGroup, shares: list[float], steps: int) -> list[list[Any]]:
+    """The second half of the tensors rides with the rows."""
+    like = [
+        (index, torch.zeros(shape, dtype=dtype))
+        for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True))
+    ]
+    spans = assign_lanes(LANES, shares)
+    riders, left = make_riders(LANES, spans, like[2:])
+    assert riders is not None and not left
+    exchange = CollectiveExchange(group, LANES, make_buckets(like[:2]), len(SHAPES), riders=riders)
+    found = []
+    for step in range(steps):
+        parts = {}
+        for span in subtrees(LANES, spans[group.rank]):
+            lanes = {(lane - span[0], lane - span[0] + 1): lane_values(lane, step) for lane in range(*span)}
+            parts[span] = fold(span[1] - span[0], lanes, added) or []
+        flags = [float(any(values[index] is not None for values in parts.values())) for index in range(len(SHAPES))]
+        riding = exchange.contribute(parts, spans)
+        rows = group.gather_rows(torch.cat((torch.tensor(flags, dtype=torch.float64), riding)))
+        values = exchange.reduce(rows[:, : len(SHAPES)].bool().tolist(), rows[:, len(SHAPES) :])
+        exchange.commit()
+        found.append([None if value is None else value.clone() for value in values])
+    return found
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [3.0, 1.0, 1.0], [1.0, 3.0, 1.0]])
+def test_what_rides_with_the_rows_has_the_same_bits(shares: list[float]) -> None:
+    """Workers have different numbers of subtrees, and a tensor is absent on some of them."""
+    assert len({len(subtrees(LANES, span)) for span in assign_lanes(LANES, shares)}) > 1
+    for rank, found in enumerate(ranks(len(shares), lambda group: merged_riding(group, shares, 3))):
+        for step, values in enumerate(found):
+            for index, (got, want) in enumerate(zip(values, expected(step), strict=True)):
                 assert want is not None
                 assert torch.equal(got, want), f"worker {rank}, step {step}, tensor {index}"
 

@@ -6,8 +6,9 @@
     overlapped    likewise, while the backward pass is still running (overlapped_reduce.py)
 
 `contribute` comes before the gather of the step's stats, `reduce` and `commit` after it. The gather is a barrier: when
-it returns, every worker has contributed. `commit` is the second barrier: when it returns, every worker has the sums. If
-it fails on one worker it may have returned on another; then what `reduce` returned is whole on this worker, too.
+it returns, every worker has contributed. Small buffers ride in its rows (row_riders.py). `commit` is the second
+barrier: when it returns, every worker has the sums. If it fails on one worker it may have returned on another; then
+what `reduce` returned is whole on this worker, too.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from shoal.collectives.shared_buffers import SharedBuffers
 from shoal.errors import RunError
 from shoal.numerics.lanes import Span, subtrees
 from shoal.parallel.buckets import Bucket, make_buckets
+from shoal.parallel.row_riders import NO_RIDERS, RowRiders, make_riders
 
 GradList = list[Tensor | None]
 SubtreeSums = dict[Span, GradList]  # this worker's partial sums, by subtree
@@ -30,11 +32,12 @@ class GradientExchange(Protocol):
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         """Memory for this worker's sums over its subtree number `place`, which saves a copy. Empty: anywhere."""
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None: ...
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
+        """Returns what rides with this worker's row: numbers of eight bytes, as many on every worker."""
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         """Adds up this worker's share, and returns the sums over all workers: whole once `commit` has returned.
-        `present`: by rank, which tensors a worker has contributed."""
+        `present`: by rank, which tensors a worker has contributed. `riders`: by rank, what came with its row."""
 
     def commit(self) -> None:
         """Waits until all workers have the sums. From then on no other worker writes to this worker's memory."""
@@ -44,10 +47,11 @@ class LocalExchange:
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
         (self.values,) = partial_sums.values()
+        return NO_RIDERS
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         return self.values
 
     def commit(self) -> None:
@@ -61,24 +65,34 @@ def open_exchange(
     tensors: Sequence[tuple[int, Tensor]],
     count: int,
     uncompressed: Sequence[tuple[int, Tensor]] = (),
+    rides: bool = False,
 ) -> GradientExchange:
     """An exchange for values like these tensors (with their numbers, out of `count`). All workers open it together.
 
     `uncompressed`: more tensors, in buckets of their own. A buffer is a state, not a step: what a compressor withholds
-    of it, no later message makes good.
+    of it, no later message makes good. `rides`: between hosts they may ride with the rows, if they are small.
     """
     if group.size == 1:
         return LocalExchange()
     lossy, kept = make_buckets(tensors), make_buckets(uncompressed)
     shared = SharedMemoryExchange(group, lanes, lossy + kept, count)
-    return shared if shared.reserve(assignment) else CollectiveExchange(group, lanes, lossy + kept, count, len(lossy))
+    if shared.reserve(assignment):
+        return shared
+    riders, kept = make_riders(lanes, assignment, uncompressed) if rides else (None, kept)
+    return CollectiveExchange(group, lanes, lossy + kept, count, len(lossy), riders)
 
 
 class CollectiveExchange:
     def __init__(
-        self, group: WorkerGroup, lanes: int, buckets: list[Bucket], count: int, lossy: int | None = None
+        self,
+        group: WorkerGroup,
+        lanes: int,
+        buckets: list[Bucket],
+        count: int,
+        lossy: int | None = None,
+        riders: RowRiders | None = None,
     ) -> None:
-        self.group, self.lanes, self.buckets, self.count = group, lanes, buckets, count
+        self.group, self.lanes, self.buckets, self.count, self.riders = group, lanes, buckets, count, riders
         self.compressible = len(buckets) if lossy is None else lossy  # so many of the first buckets
         self.first_key = 0  # of the first bucket: compressors keep what they withheld by key
         self._flats: dict[tuple[int, int], Tensor] = {}  # bucket and partial sum -> memory, kept from step to step
@@ -87,10 +101,18 @@ class CollectiveExchange:
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
         self.partial_sums, self.assignment = partial_sums, assignment
+        for place, values in enumerate(partial_sums.values()):
+            self.ride(place, values)
+        return NO_RIDERS if self.riders is None else self.riders.packed
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def ride(self, place: int, values: GradList) -> None:
+        """Takes the sums over a subtree that travel with this worker's row, if any do."""
+        if self.riders is not None:
+            self.riders.pack(place, values)
+
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
         sums: GradList = [None] * self.count
         under_way = []
@@ -103,6 +125,8 @@ class CollectiveExchange:
             pending = self.begin_reduce(number, list(self.partial_sums), self.assignment, attended=True)
             under_way.append((bucket, pending))
         self.partial_sums = {}
+        if self.riders is not None:
+            self.riders.add(riders, self.assignment, anywhere, sums)
         for bucket, pending in under_way:
             unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
         return sums
@@ -177,7 +201,7 @@ class SharedMemoryExchange:
             self._own_buffers[place] = values
         return self._own_buffers[place]
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
         self.assignment = assignment
         own = list(partial_sums.values())
         present = [any(value is not None for value in column) for column in zip(*own, strict=True)]
@@ -186,8 +210,9 @@ class SharedMemoryExchange:
                 for place, values in enumerate(own):
                     buffer = self.buffer_for(place, assignment)
                     bucket.fill([buffer[slot.index] for slot in bucket.slots], values)  # type: ignore[misc]
+        return NO_RIDERS
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
         sums: list[tuple[dict[Span, Tensor | None], list[Tensor]]] = []
         values: GradList = [None] * self.count

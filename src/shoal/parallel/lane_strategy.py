@@ -27,6 +27,7 @@ from shoal.parallel.local_step import LocalStep
 from shoal.parallel.overlap_trial import OverlapTrial
 from shoal.parallel.overlapped_reduce import OverlappedExchange, open_overlapped
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.row_riders import NO_RIDERS
 from shoal.parallel.sharded_norm import ShardedNorm
 from shoal.parallel.step import Closure, GatheredStepStats, ReducedStep, StepInput, StepResult
 from shoal.parallel.strategy import Evaluator
@@ -136,16 +137,18 @@ class LaneStrategy(ABC):
     def reduce(self, local: LocalStep) -> ReducedStep:
         assert self._exchange is not None
         began = time.perf_counter()
+        riders = NO_RIDERS
         if self.groups.replica is not None:
-            self._exchange.contribute(local.partial_sums, self.assignment)
+            riders = self._exchange.contribute(local.partial_sums, self.assignment)
         local.partial_sums = {}
         reduce_seconds = time.perf_counter() - began
 
         began = time.perf_counter()
-        rows = self.group.gather_rows(self._pad_row(local.stats_row))  # a barrier: all have contributed
+        row = self._pad_row(local.stats_row)
+        rows = self.group.gather_rows(torch.cat((row, riders)))  # a barrier: all have contributed
         wait_seconds = time.perf_counter() - began + local.idle_seconds
         stats = GatheredStepStats(
-            rows,
+            rows[:, : row.numel()],
             local.lane_sizes,
             self.lane_owners(),
             shard_ranks=self.groups.shard_ranks,
@@ -169,7 +172,10 @@ class LaneStrategy(ABC):
             scale /= local.step_input.loss_scale or 1.0
         sums, norm, overflowed = None, None, False
         if not stats.not_finite:
-            sums = self._exchange.reduce(stats.present) if self.groups.replica is not None else []
+            if self.groups.replica is not None:
+                sums = self._exchange.reduce(stats.present, rows[:, row.numel() :])
+            else:
+                sums = []
             if self.groups.sharded:
                 sums = self._complete_shards(self._exchange, sums)
                 overflowed = checks_overflow and self._any_overflow(sums)
@@ -285,9 +291,10 @@ class LaneStrategy(ABC):
             buffers = [(count + index, start) for index, start in enumerate(starts)]
             group, values = self.groups.shard_group, count + len(starts)
             if self._overlaps():
-                exchange = open_overlapped(group, self.lanes, tensors, values, buffers)
+                exchange = open_overlapped(group, self.lanes, self.assignment, tensors, values, buffers)
             else:
-                exchange = open_exchange(group, self.lanes, self.assignment, tensors, values, buffers)
+                rides = not self.groups.sharded  # else rows of the world have sums of different tensors
+                exchange = open_exchange(group, self.lanes, self.assignment, tensors, values, buffers, rides)
             self._exchanges[optimizer] = trained, exchange
         return exchange
 

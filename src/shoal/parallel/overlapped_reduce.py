@@ -5,7 +5,7 @@
     gradients arrive                                       w4   w3     w2     w1       w0
     bucket 0  (w4, w3)                                          ├─add──┬─ordered reduce──────┤
     bucket 1  (w2, w1)                                                        ├─add─┬─ordered reduce──┤
-    bucket 2  (w0), bucket 3 (buffers)                                                       ├─add─┬──…  then the rows
+    bucket 2  (w0)                                                                          ├─add─┬──…  then the rows
 
 A bucket leaves when the lane has all its gradients and the bucket before it has left, so all workers reduce the same
 buckets in the same order. Buckets go from the last parameter to the first, and after the first pass in the order in
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.collectives.group import PendingTensor, WorkerGroup
 from shoal.errors import PeerLost
 from shoal.numerics.lanes import Span, left_siblings, subtrees
-from shoal.parallel.buckets import make_buckets
+from shoal.parallel.buckets import Bucket, make_buckets
 from shoal.parallel.gradient_exchange import (
     CollectiveExchange,
     GradientExchange,
@@ -39,6 +39,7 @@ from shoal.parallel.gradient_exchange import (
 )
 from shoal.parallel.local_step import LocalStep, add_into
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.row_riders import NO_RIDERS, RowRiders, make_riders
 
 BUCKETS = 8  # to aim for: the first leaves early, and the last, which nothing hides, is small
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 512 << 10, 4 << 20
@@ -52,13 +53,16 @@ def bucket_size(num_bytes: int) -> int:
 def open_overlapped(
     group: WorkerGroup,
     lanes: int,
+    assignment: Sequence[Span],
     tensors: Sequence[tuple[int, Tensor]],
     count: int,
     uncompressed: Sequence[tuple[int, Tensor]] = (),
 ) -> GradientExchange:
     """An exchange for `OverlappedStep`; the arguments are those of `open_exchange`. `uncompressed`: the buffers, which
-    are whole when the lane ends."""
-    return LocalExchange() if group.size == 1 else OverlappedExchange(group, lanes, tensors, count, uncompressed)
+    are whole when the lane ends. They ride with the rows if they are small."""
+    if group.size == 1:
+        return LocalExchange()
+    return OverlappedExchange(group, lanes, tensors, count, *make_riders(lanes, assignment, uncompressed))
 
 
 class LeavingOrder:
@@ -91,12 +95,13 @@ class OverlappedExchange(CollectiveExchange):
         lanes: int,
         gradients: Sequence[tuple[int, Tensor]],
         count: int,
-        buffers: Sequence[tuple[int, Tensor]],
+        riders: RowRiders | None = None,
+        buffers: Sequence[Bucket] = (),
     ) -> None:
         self._size = bucket_size(sum(tensor.nbytes for _, tensor in gradients))
-        self._gradients, self._buffer_buckets = dict(gradients), make_buckets(buffers)
+        self._gradients, self._buffer_buckets = dict(gradients), list(buffers)
         first = make_buckets(gradients, self._size)
-        super().__init__(group, lanes, first + self._buffer_buckets, count, len(first))
+        super().__init__(group, lanes, first + self._buffer_buckets, count, len(first), riders)
         self._pending: list[PendingTensor] = []  # by bucket
         self._arrivals: list[int] | None = []  # parameters, as their gradients came; None: the order is known
         self._next_order: list[int] = []  # parameters in the order to follow from the next pass on; empty: as it is
@@ -132,7 +137,7 @@ class OverlappedExchange(CollectiveExchange):
         assert number == len(self._pending), "buckets leave in order"
         self._pending.append(self.begin_reduce(number, self.spans, self.assignment))
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
         """The rows about the step follow the buckets. They arrive last: collectives end in their order."""
         if self._arrivals is not None:
             last = {index: place for place, index in enumerate(self._arrivals)}
@@ -141,10 +146,13 @@ class OverlappedExchange(CollectiveExchange):
             places = self.group.gather_rows(torch.tensor(row))[0].tolist()
             ordered = [index for _, index in sorted(zip(places, default, strict=True), key=lambda pair: pair[0])]
             self._arrivals, self._next_order = None, [] if ordered == default else ordered
+        return NO_RIDERS if self.riders is None else self.riders.packed
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         anywhere = [any(bits) for bits in zip(*present, strict=True)]
         sums: GradList = [None] * self.count
+        if self.riders is not None:
+            self.riders.add(riders, self.assignment, anywhere, sums)
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
             unpack_bucket(bucket, bucket.views(pending.wait()), anywhere, sums)
         return sums
@@ -168,6 +176,7 @@ class OverlappedStep(LocalStep):
                 values = self.sum_subtree(span, [])
                 for number in range(len(exchange.buckets)):
                     exchange.pack(number, place, values)
+                exchange.ride(place, values)
         if closing is None or last is None:
             for number in range(len(exchange.buckets)):
                 exchange.leave(number)
@@ -247,18 +256,25 @@ class _ClosingLane:
         """The lane has ended, with these values: all other buckets leave."""
         for number in range(self._order.left, len(self.exchange.buckets)):
             self._leave(number, values)
+        if self.exchange.riders is not None:
+            sums: GradList = [None] * self.exchange.count
+            for index in self.exchange.riders.indices:
+                sums[index] = self._sum_up(index, values[index], None)
+            self.exchange.ride(self.place, sums)
 
     def _leave(self, number: int, values: GradList) -> None:
-        """Adds the lane's values to the sums before it, from the smallest subtree to the largest."""
         bucket = self.exchange.buckets[number]
         places = self.exchange.places(number, self.place)
         sums: GradList = [None] * self.exchange.count
-        with torch.no_grad():
-            for slot, place in zip(bucket.slots, places, strict=True):
-                total = values[slot.index]
-                for height, left in enumerate(reversed(self.lefts), start=1):
-                    total = add_into(left[slot.index], total, place if height == len(self.lefts) else None)
-                    left[slot.index] = None
-                sums[slot.index] = total
+        for slot, place in zip(bucket.slots, places, strict=True):
+            sums[slot.index] = self._sum_up(slot.index, values[slot.index], place)
         self.exchange.pack(number, self.place, sums)
         self.exchange.leave(number)
+
+    @torch.no_grad()
+    def _sum_up(self, index: int, total: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """Adds the lane's value to the sums before it, from the smallest subtree to the largest."""
+        for height, left in enumerate(reversed(self.lefts), start=1):
+            total = add_into(left[index], total, out if height == len(self.lefts) else None)
+            left[index] = None
+        return total

@@ -31,6 +31,7 @@ from shoal.parallel.groups import ParallelGroups
 from shoal.parallel.lane_strategy import LaneStrategy, StepSetup
 from shoal.parallel.local_step import LocalStep
 from shoal.parallel.replica import ModelReplica
+from shoal.parallel.row_riders import NO_RIDERS
 from shoal.parallel.row_shards import FullParameter, FullTensorSpec, RowMessage
 from shoal.parallel.step import Closure, StepInput
 from shoal.parallel.strategy import Evaluator
@@ -405,10 +406,10 @@ class _ShardedExchange:
     def buffer_for(self, place: int, assignment: Sequence[Span]) -> GradList:
         return []
 
-    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> None:
-        return
+    def contribute(self, partial_sums: SubtreeSums, assignment: Sequence[Span]) -> Tensor:
+        return NO_RIDERS
 
-    def reduce(self, present: Sequence[Sequence[bool]]) -> GradList:
+    def reduce(self, present: Sequence[Sequence[bool]], riders: Tensor = NO_RIDERS) -> GradList:
         strategy = self.strategy
         anywhere = [any(bits) for bits in zip(*present, strict=True)][strategy.gradient_count :]
         starts = strategy.replica.buffers.start_values()
