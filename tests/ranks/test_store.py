@@ -19,6 +19,8 @@ import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
 from helpers.silent_store import store_that_may_hang
+from shoal.driver.launchers.base import LocalHost
+from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import InputError, RunError
 from shoal.recovery.membership import (
     sqlite_client,
@@ -31,6 +33,7 @@ from shoal.recovery.membership import (
 )
 from shoal.recovery.membership.etcd import EtcdStore
 from shoal.recovery.membership.open_store import open_store
+from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreRefused, StoreUnavailable
 from shoal.recovery.membership.store_access import StoreAccess
 from shoal.recovery.membership.store_rights import hello
@@ -407,6 +410,25 @@ def test_stopping_ends_one_that_runs_and_does_not_answer(tmp_path: Path, monkeyp
     assert values(store) == {"a": b"1"}
     store.close()
     sqlite_client.stop_server(run)
+
+
+def test_a_driver_begins_although_the_store_dies_under_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each request of a driver that takes over, the server that would have answered is killed."""
+    monitor = StoreMonitor(folder, "run", None, LocalHost())
+    first = sqlite_messages.read_server_info(folder)
+    for operation in (monitor.claim, lambda: monitor.take_over(launcher_alive=True)):
+        assert sqlite_client.kill_server(folder) is not None
+        operation()
+    members = monitor.begin([WorkerId(0, 0)], resumed=False)
+    sqlite_client.kill_server(folder)
+    assert [who.incarnation for who in monitor.begin(members, resumed=True)] == [1]
+    second = sqlite_messages.read_server_info(folder)
+    assert first is not None and second is not None and first.pid != second.pid
+    monkeypatch.setattr("shoal.driver.store_monitor.RESTART_SECONDS", 0.0)
+    sqlite_client.kill_server(folder)
+    with pytest.raises(StoreUnavailable):
+        monitor.claim()
+    monitor.close()
 
 
 def test_another_takes_the_place_of_one_that_is_stopped(folder: Path) -> None:

@@ -7,8 +7,10 @@ import os
 import shlex
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,7 +39,10 @@ POLL_SECONDS = 0.25
 AWAY_SECONDS = 1.0
 UNANSWERED_SECONDS = 2.0  # after the first request without an answer: until a store that runs is ended
 MOST_NOTES = 20  # on records of the store that cannot be read
+RESTART_SECONDS = 10.0  # in which the run's own store is started again while a driver begins
 TRIES = 50  # of a swap: workers may have swapped the view in between
+
+T = TypeVar("T")
 
 
 def living_workers(state: MembershipState) -> list[WorkerProcess]:
@@ -91,10 +96,14 @@ class StoreMonitor:
 
     def begin(self, first: list[WorkerId], *, resumed: bool) -> list[WorkerId]:
         """Writes the first members and returns them: incarnations count on from those of an earlier sitting."""
-        try:
+        def write() -> list[WorkerId]:
             self._claim.take()
             members = self._write_first(first, "resumed" if resumed else "the run begins")
             self.store.put("request", msgspec.json.encode(RunRequest()))
+            return members
+
+        try:
+            members = self._insist(write)
         except StoreUnavailable as error:
             self.close(stop=False)
             raise RunError(
@@ -125,14 +134,14 @@ class StoreMonitor:
     def claim(self) -> None:
         """Raises RunFolderError if another driver is alive; from here on this process is the driver."""
         try:
-            self._claim.take()
+            self._insist(self._claim.take)
         except RunFolderError:
             self.close(stop=False)
             raise
 
     def take_over(self, *, launcher_alive: bool) -> None:
         """Goes on with a run that another driver left. `launcher_alive`: else no worker may be left."""
-        state = self._read_store()
+        state = self._insist(self._read_store)
         self.taken_over = state.view, state.committed
         self._members = set(state.view.members)
         if launcher_alive:
@@ -143,6 +152,18 @@ class StoreMonitor:
             self.close(stop=False)
             fix = "they end by themselves; shoal why and shoal stop work; then --resume, or attach for the report"
             raise RunFolderError(f"{error.message}; the process that starts and ends them is gone", fix=fix) from None
+
+    def _insist(self, operation: Callable[[], T]) -> T:
+        """Does what a driver cannot begin without, and what can be done twice. Where the run's own store dies
+        meanwhile, it is started again."""
+        deadline = time.monotonic() + RESTART_SECONDS
+        while True:
+            try:
+                return operation()
+            except (StoreUnavailable, LeaseEnded):
+                if self.address is not None or time.monotonic() > deadline:
+                    raise
+                self._start_server()
 
     def _refuse_if_alive(self, state: MembershipState) -> None:
         alive = living_workers(state)
