@@ -1,4 +1,4 @@
-"""Whether other threads of the process are idle, by clocks that a test sets."""
+"""Whether other threads of the process leave a core, by clocks that a test sets."""
 
 import threading
 
@@ -27,23 +27,27 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return found
 
 
-def test_others_that_compute_leave_no_time_and_others_that_wait_do(clocks: Clocks) -> None:
+def test_others_that_share_a_core_leave_no_time_and_others_that_wait_or_have_their_own_do(clocks: Clocks) -> None:
     spare = SpareTime()
-    clocks.spend(0.010, own=0.001, others=0.009)
-    assert not spare.look()
+    clocks.spend(0.010, own=0.001, others=0.005)
+    assert not spare.look()  # half of a core: it shares one with another process
     clocks.spend(0.010, own=0.010)
     assert spare.look()  # what this thread does itself does not count
-    clocks.spend(0.010, others=0.005)
-    assert not spare.look()  # half of a core: it shares one with another process
+    clocks.spend(0.010, own=0.004, others=0.006)
+    assert not spare.look()  # this thread takes what the others need
+    clocks.spend(0.010, others=0.009)
+    assert spare.look()
+    clocks.spend(0.010, others=0.040)
+    assert spare.look()  # four threads that compute
 
 
 def test_a_look_right_after_another_finds_the_same(clocks: Clocks) -> None:
     spare = SpareTime()
     clocks.spend(0.010)
     assert spare.look()
-    clocks.spend(WINDOW_SECONDS / 2, others=WINDOW_SECONDS / 2)
+    clocks.spend(WINDOW_SECONDS / 2, others=WINDOW_SECONDS / 4)
     assert spare.look()
-    clocks.spend(WINDOW_SECONDS, others=WINDOW_SECONDS)
+    clocks.spend(WINDOW_SECONDS, others=WINDOW_SECONDS / 2)
     assert not spare.look()
 
 

@@ -96,6 +96,7 @@ class StoreMonitor:
 
     def begin(self, first: list[WorkerId], *, resumed: bool) -> list[WorkerId]:
         """Writes the first members and returns them: incarnations count on from those of an earlier sitting."""
+
         def write() -> list[WorkerId]:
             self._claim.take()
             members = self._write_first(first, "resumed" if resumed else "the run begins")
