@@ -31,11 +31,15 @@ from helpers.faults import (
     until_true,
 )
 from helpers.silent_store import store_that_may_hang
+from shoal.driver import control
+from shoal.driver.store_monitor import StoreMonitor
 from shoal.recovery.membership import loss_watch, sqlite_client
 from shoal.recovery.membership.heartbeat import MembershipState
 from shoal.recovery.membership.process import start_ticks
 from shoal.recovery.membership.protocol import WorkerId
 from shoal.recovery.membership.sqlite_messages import read_server_info
+from shoal.recovery.membership.store import StoreUnavailable
+from shoal.report.run_folder import RunFolder
 from shoal.testing import dropout_net, job_for
 from shoal.testing.leftovers import end_detached
 
@@ -214,6 +218,33 @@ def test_another_driver_takes_over_and_replaces_whoever_was_lost_meanwhile(fault
     assert faults.audit(job()).sound
     assert [one["rank"] for one in faults.told("worker-lost")] == [0]
     assert [(one["rank"], one["incarnation"]) for one in faults.told("worker-added")] == [(0, 1)]
+
+
+def test_a_driver_that_cannot_take_over_leaves_the_run_to_the_next(
+    faults: Faults, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed()
+    faults.at(LANE, driver_killer(faults), step=3, worker=1)
+    faults.at(LANE, kill, step=5, worker=0)
+    faults.at(ASKS, until(WorkerId(0, 1)), step=10)
+    with faults.drive(job()) as driver:
+        assert driver.end().code == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreMonitor, "_read_store", fails)
+        patch.setattr("shoal.driver.store_monitor.RESTART_SECONDS", 0.0)
+        with pytest.raises(StoreUnavailable, match="gone"):
+            control.attach(RunFolder(faults.run), quiet=True)
+    store = sqlite_client.connect(faults.run)
+    assert not store.read("driver").entries, "it claims nothing any longer"
+    store.close()
+    result = call("attach", faults.run, "--json")
+    assert result.code == 0, result.err
+    assert result.sha256 == expected and faults.audit(job()).sound
+    assert [(one["rank"], one["incarnation"]) for one in faults.told("worker-added")] == [(0, 1)]
+
+
+def fails(_: StoreMonitor) -> MembershipState:
+    raise StoreUnavailable("the store is gone")
 
 
 def test_a_run_ends_without_a_driver_and_the_next_one_writes_its_report(faults: Faults, call: Caller) -> None:

@@ -81,22 +81,27 @@ def frame(exponents: bytes, **how: Any) -> bytes:
     return zstandard.ZstdCompressor(**how).compress(exponents)
 
 
+def header(size: int, count: int, layout: int = 2) -> bytes:
+    return struct.pack("<BBxxI", layout, size, count)
+
+
 @pytest.mark.parametrize(
-    ("header", "exponents", "problem"),
+    ("begins", "exponents", "problem"),
     [
-        (b"\4", b"", "8 bytes, and 1 came"),
-        (struct.pack("<BxxxI", 4, 9), frame(bytes(9)), "9 packed floats of 4 bytes came for memory of 32"),
-        (struct.pack("<BxxxI", 3, 8), frame(bytes(8)), "8 packed floats of 3 bytes"),
-        (struct.pack("<BxxxI", 4, 8), b"", "8 packed floats of 4 bytes"),  # nothing behind the planes
-        (struct.pack("<BxxxI", 4, 8), frame(bytes(1 << 24)), "the exponents of 8 packed floats are not as many"),
-        (struct.pack("<BxxxI", 4, 8), frame(bytes(8), write_content_size=False), "are not as many"),
-        (struct.pack("<BxxxI", 4, 8), b"none", "are not as many|cannot be read"),
-        (struct.pack("<BxxxI", 4, 8), frame(bytes(range(8)))[:-3], "cannot be read"),
+        (b"\2", b"", "8 bytes, and 1 came"),
+        (header(4, 8, layout=4), frame(bytes(8)), "came in layout 4, and this version of Shoal has 2"),
+        (header(4, 9), frame(bytes(9)), "9 packed floats of 4 bytes came for memory of 32"),
+        (header(3, 8), frame(bytes(8)), "8 packed floats of 3 bytes"),
+        (header(4, 8), b"", "8 packed floats of 4 bytes"),  # nothing behind the planes
+        (header(4, 8), frame(bytes(1 << 24)), "the exponents of 8 packed floats are not as many"),
+        (header(4, 8), frame(bytes(8), write_content_size=False), "are not as many"),
+        (header(4, 8), b"none", "are not as many|cannot be read"),
+        (header(4, 8), frame(bytes(range(8)))[:-3], "cannot be read"),
     ],
 )
 def test_what_is_no_packed_message_is_refused_before_it_gets_memory(
-    header: bytes, exponents: bytes, problem: str
+    begins: bytes, exponents: bytes, problem: str
 ) -> None:
-    data = header + (bytes(8 * 3) if len(header) == 8 else b"") + exponents
+    data = begins + (bytes(8 * 3) if len(begins) == 8 else b"") + exponents
     with pytest.raises(PackingDamaged, match=problem):
         FloatPacker().unpack(memoryview(data), memoryview(np.zeros(8, np.float32).view(np.uint8)))

@@ -19,6 +19,7 @@ import pytest
 
 from helpers.etcd import etcd_server, free_ports, post, until
 from helpers.silent_store import store_that_may_hang
+from shoal.driver import store_monitor
 from shoal.driver.launchers.base import LocalHost
 from shoal.driver.store_monitor import StoreMonitor
 from shoal.errors import InputError, RunError
@@ -412,7 +413,7 @@ def test_stopping_ends_one_that_runs_and_does_not_answer(tmp_path: Path, monkeyp
     sqlite_client.stop_server(run)
 
 
-def test_a_driver_begins_although_the_store_dies_under_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_begins_although_the_store_dies_under_it(folder: Path) -> None:
     """Before each request of a driver that takes over, the server that would have answered is killed."""
     monitor = StoreMonitor(folder, "run", None, LocalHost())
     first = sqlite_messages.read_server_info(folder)
@@ -424,11 +425,51 @@ def test_a_driver_begins_although_the_store_dies_under_it(folder: Path, monkeypa
     assert [who.incarnation for who in monitor.begin(members, resumed=True)] == [1]
     second = sqlite_messages.read_server_info(folder)
     assert first is not None and second is not None and first.pid != second.pid
-    monkeypatch.setattr("shoal.driver.store_monitor.RESTART_SECONDS", 0.0)
-    sqlite_client.kill_server(folder)
-    with pytest.raises(StoreUnavailable):
-        monitor.claim()
     monitor.close()
+
+
+def test_a_driver_begins_although_the_store_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang, run = store_that_may_hang(tmp_path / "marks", monkeypatch), tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(sqlite_client, "RESPONSE_SECONDS", 0.2)
+    monkeypatch.setattr(store_monitor, "UNANSWERED_SECONDS", 0.1)
+    monitor = StoreMonitor(run, "run", None, LocalHost())
+    pid = hang(run)
+    monitor.claim()
+    assert sqlite_messages.process_start_ticks(pid) is None
+    monitor.close()
+
+
+def test_a_driver_that_cannot_begin_asks_now_and_then_and_keeps_no_claim(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_monitor, "RESTART_SECONDS", 0.3)
+    monitor = StoreMonitor(folder, "run", None, LocalHost())
+    monitor.claim()
+    client, asked = sqlite_client.connect(folder), []
+    assert set(client.read("driver").entries) == {"driver", "driver-process"}
+
+    def fail() -> None:
+        asked.append(1)
+        raise StoreUnavailable("the disk is full")
+
+    monkeypatch.setattr(monitor, "_read_store", fail)
+    with pytest.raises(StoreUnavailable, match="full"):
+        monitor.take_over(launcher_alive=True)
+    assert 2 <= len(asked) <= 8, "one in RETRY_SECONDS, although the store runs"
+    assert not client.read("driver").entries
+    client.close()
+
+
+def test_a_store_that_cannot_be_started_again_ends_a_beginning(folder: Path) -> None:
+    monitor = StoreMonitor(folder, "run", None, LocalHost())
+    monitor.claim()
+    sqlite_client.kill_server(folder)
+    (folder / sqlite_messages.DATABASE).unlink()
+    (folder / sqlite_messages.DATABASE).mkdir()
+    with pytest.raises(RunError, match="could not be started"):
+        monitor.begin([WorkerId(0, 0)], resumed=False)
+    assert monitor.store._socket is None  # type: ignore[attr-defined]
 
 
 def test_another_takes_the_place_of_one_that_is_stopped(folder: Path) -> None:

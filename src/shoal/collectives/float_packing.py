@@ -28,7 +28,8 @@ MEDIUM_LINK = 2e8  # below, it still saves more, and it is worth it where there 
 # Of zstd: exponents are worth an entropy coder (Huffman) and have few repetitions, so the search for those is as short
 # as it can be. Level 1 takes three times as long and its messages are longer.
 _SEARCH = {"strategy": zstandard.STRATEGY_FAST, "hash_log": 6, "min_match": 7, "window_log": 18}
-_HEADER = struct.Struct("<BxxxI")  # bytes of a number; numbers
+_HEADER = struct.Struct("<BBxxI")  # the layout; bytes of a number; numbers
+_LAYOUT = 2  # of a message: another version of this file may have another
 _SIZES = {torch.float32: 4, torch.bfloat16: 2}  # bytes
 _SIGN, _MANTISSA = 0x80, 0x7F  # in the byte that they share
 
@@ -81,7 +82,7 @@ class FloatPacker:
             return None
         payload = torch.empty(start + len(compressed), dtype=torch.uint8)
         packed: Bytes = payload.numpy()
-        packed[: _HEADER.size] = np.frombuffer(_HEADER.pack(size, count), np.uint8)
+        packed[: _HEADER.size] = np.frombuffer(_HEADER.pack(_LAYOUT, size, count), np.uint8)
         if size == 4:
             lower = packed[_HEADER.size : start - count].view(np.uint16)
             np.copyto(lower, numbers.view(np.uint32), casting="unsafe")
@@ -98,7 +99,9 @@ class FloatPacker:
         packed: Bytes = np.frombuffer(payload, np.uint8)
         if packed.size < _HEADER.size:
             raise PackingDamaged(f"packed floats begin with {_HEADER.size} bytes, and {packed.size} came")
-        size, count = _HEADER.unpack_from(payload)
+        layout, size, count = _HEADER.unpack_from(payload)
+        if layout != _LAYOUT:
+            raise PackingDamaged(f"packed floats came in layout {layout}, and this version of Shoal has {_LAYOUT}")
         start = _HEADER.size + count * (size - 1)
         if size not in (2, 4) or size * count != len(into) or start >= packed.size:
             raise PackingDamaged(f"{count} packed floats of {size} bytes came for memory of {len(into)} bytes")

@@ -66,7 +66,12 @@ def attach(folder: RunFolder, *, quiet: bool = False, plain: bool = False) -> di
         except RunError:
             monitor.close(stop=False)
             raise
-        monitor.take_over(launcher_alive=alive)
+        try:
+            monitor.take_over(launcher_alive=alive)
+        except BaseException:
+            if alive:
+                launcher.hang_up()
+            raise
         launch = LaunchSpec(
             work=_no_work,
             started=state.started,

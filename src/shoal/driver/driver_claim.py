@@ -107,12 +107,19 @@ class DriverClaim:
             self._swap(entries)
 
     def release(self) -> None:
+        """This process may live on without the run."""
         if self._lease is not None:
             self._store.revoke(self._lease)
             self._lease = None
+            found = self._store.read(PROCESS_KEY).entries.get(PROCESS_KEY)
+            if found is not None and found.value == self._record():
+                self._store.swap(PROCESS_KEY, None, found.revision)
+
+    def _record(self) -> bytes:
+        return msgspec.json.encode(this_driver(self._since))
 
     def _swap(self, entries: Mapping[str, StoreEntry]) -> bool:
-        value, before = msgspec.json.encode(this_driver(self._since)), entries.get(KEY)
+        value, before = self._record(), entries.get(KEY)
         lease = self._store.grant(LEASE_SECONDS)
         if self._store.swap(KEY, value, 0 if before is None else before.revision, lease) is None:
             self._store.revoke(lease)

@@ -25,7 +25,7 @@ from shoal.recovery.membership.loss_watch import WorkerProcess
 from shoal.recovery.membership.open_store import open_store
 from shoal.recovery.membership.process import process_state
 from shoal.recovery.membership.protocol import EMPTY_VIEW, MembershipView, WorkerId, remove_dead
-from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreUnavailable
+from shoal.recovery.membership.store import LeaseEnded, RunStore, StoreRefused, StoreUnavailable
 from shoal.recovery.membership.store_access import StoreAccess, dial
 from shoal.report.events import AnyEvent, StoreOutage, TrainingNote
 from shoal.report.stacks import WorkerActivity
@@ -40,6 +40,7 @@ AWAY_SECONDS = 1.0
 UNANSWERED_SECONDS = 2.0  # after the first request without an answer: until a store that runs is ended
 MOST_NOTES = 20  # on records of the store that cannot be read
 RESTART_SECONDS = 10.0  # in which the run's own store is started again while a driver begins
+RETRY_SECONDS = 0.05
 TRIES = 50  # of a swap: workers may have swapped the view in between
 
 T = TypeVar("T")
@@ -49,6 +50,11 @@ def living_workers(state: MembershipState) -> list[WorkerProcess]:
     """Workers with a lease, without those that are known to be dead: on this host, or on hosts of a lab."""
     alive = state.alive.values()
     return [one for one in alive if not (is_visible(one) and process_state(one.pid, one.started) is None)]
+
+
+def _unanswered(error: ShoalError) -> bool:
+    """Something may be there, and did not answer in time."""
+    return isinstance(error.__cause__, TimeoutError)
 
 
 class StoreMonitor:
@@ -106,15 +112,11 @@ class StoreMonitor:
         try:
             members = self._insist(write)
         except StoreUnavailable as error:
-            self.close(stop=False)
             raise RunError(
                 error.message,
                 where="a run cannot begin without it; one that has begun goes on, and only changes of membership wait",
                 fix="a store that can be reached: --store etcd://host:port, or none",
             ) from None
-        except RunFolderError:
-            self.close(stop=False)
-            raise
         self._members = set(members)
         return members
 
@@ -134,11 +136,7 @@ class StoreMonitor:
 
     def claim(self) -> None:
         """Raises RunFolderError if another driver is alive; from here on this process is the driver."""
-        try:
-            self._insist(self._claim.take)
-        except RunFolderError:
-            self.close(stop=False)
-            raise
+        self._insist(self._claim.take)
 
     def take_over(self, *, launcher_alive: bool) -> None:
         """Goes on with a run that another driver left. `launcher_alive`: else no worker may be left."""
@@ -155,16 +153,22 @@ class StoreMonitor:
             raise RunFolderError(f"{error.message}; the process that starts and ends them is gone", fix=fix) from None
 
     def _insist(self, operation: Callable[[], T]) -> T:
-        """Does what a driver cannot begin without, and what can be done twice. Where the run's own store dies
-        meanwhile, it is started again."""
-        deadline = time.monotonic() + RESTART_SECONDS
-        while True:
-            try:
-                return operation()
-            except (StoreUnavailable, LeaseEnded):
-                if self.address is not None or time.monotonic() > deadline:
-                    raise
-                self._start_server()
+        """Does what a driver cannot begin without, and what can be done twice. Where the run's own store dies or does
+        not answer meanwhile, it is started again. After an error this process has no claim to the run."""
+        began = time.monotonic()
+        try:
+            while True:
+                try:
+                    return operation()
+                except (StoreUnavailable, LeaseEnded) as error:
+                    waited = time.monotonic() - began
+                    if self.address is not None or waited > RESTART_SECONDS:
+                        raise
+                    self._revive(silent=_unanswered(error) and waited > UNANSWERED_SECONDS)
+                time.sleep(RETRY_SECONDS)
+        except BaseException:
+            self.close(stop=False)
+            raise
 
     def _refuse_if_alive(self, state: MembershipState) -> None:
         alive = living_workers(state)
@@ -189,7 +193,7 @@ class StoreMonitor:
             self._write_pending()
             return [*self._new_unreadable(state), *self._outage_ended()]
         except (StoreUnavailable, LeaseEnded) as error:
-            return self._outage_began(isinstance(error.__cause__, TimeoutError))
+            return self._outage_began(_unanswered(error))
 
     def _new_unreadable(self, state: MembershipState) -> list[AnyEvent]:
         """Says once of each record that it cannot be read, and of the first few only."""
@@ -266,18 +270,21 @@ class StoreMonitor:
         return MembershipState(self.store.read(""))
 
     def _outage_began(self, unanswered: bool) -> list[AnyEvent]:
-        """`unanswered`: something may be there, and did not answer in time."""
         found: list[AnyEvent] = []
         if self._away_since is None:
             self._away_since, self.reachable_since = time.monotonic(), None
             found.append(StoreOutage(rank=None, address=self.store.address))
         if self.address is None:
-            if unanswered and time.monotonic() - self._away_since > UNANSWERED_SECONDS:
-                found += self._end_silent()
-            if not sqlite_client.server_running(self.folder):
-                with suppress(ShoalError, OSError):
-                    self._start_server()
-                    self._polled = 0.0
+            with suppress(ShoalError, OSError):
+                found += self._revive(unanswered and time.monotonic() - self._away_since > UNANSWERED_SECONDS)
+        return found
+
+    def _revive(self, silent: bool) -> list[AnyEvent]:
+        """Starts the run's own store again if it does not run, or runs and is `silent`."""
+        found = self._end_silent() if silent else []
+        if not sqlite_client.server_running(self.folder):
+            self._start_server()
+            self._polled = 0.0
         return found
 
     def _end_silent(self) -> list[AnyEvent]:
@@ -295,7 +302,7 @@ class StoreMonitor:
 
     def close(self, stop: bool = True, for_good: bool = False) -> None:
         """`stop`: ends the run's own store. `for_good`: removes its files, since the run is done."""
-        with suppress(StoreUnavailable):
+        with suppress(StoreUnavailable, StoreRefused):
             self._claim.release()
         self.store.close()
         if stop and self.address is None:

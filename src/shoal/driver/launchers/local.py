@@ -62,10 +62,14 @@ class LocalLauncher:
         try:
             running = decode_json(launcher._take_over(server), list[ForkServerReply])
         except msgspec.DecodeError as error:
-            launcher._hang_up()
+            launcher.hang_up()
             raise RunError(f"{folder / base.LAUNCHER_SOCKET} is not the server of a run: {error}") from None
         launcher._found += [event for reply in running for event in launcher._handle_reply(reply)]
-        launcher._channels.listen(folder / DRIVER_SOCKET)
+        try:
+            launcher._channels.listen(folder / DRIVER_SOCKET)
+        except OSError as error:
+            launcher.hang_up()
+            raise RunError(f"workers cannot reach this driver at {folder / DRIVER_SOCKET}: {error.strerror}") from None
         return launcher
 
     def _take_over(self, server: int) -> bytes:
@@ -75,7 +79,7 @@ class LocalLauncher:
             self._control.send(ATTACH)
             message = self._control.recv(MESSAGE_BYTES)
         except TimeoutError:
-            self._hang_up()
+            self.hang_up()
             stopped = "is stopped" if current_state(server) in STOPPED_STATES else "does not answer"
             raise RunError(
                 f"the process that starts the run's workers (pid {server}) {stopped}",
@@ -83,14 +87,15 @@ class LocalLauncher:
                 "are not replaced",
             ) from None
         if not message:
-            self._hang_up()
+            self.hang_up()
             raise RunError(
                 "the run is watched over by another driver", fix="shoal why, scale and stop work from anywhere"
             )
         self._control.settimeout(None)
         return message
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """Leaves the server and its workers to the next driver."""
         self._connected = False
         self._control.close()
         self._channels.close()
