@@ -164,7 +164,9 @@ class StoreMonitor:
                     waited = time.monotonic() - began
                     if self.address is not None or waited > RESTART_SECONDS:
                         raise
-                    self._revive(silent=_unanswered(error) and waited > UNANSWERED_SECONDS)
+                    if _unanswered(error) and waited > UNANSWERED_SECONDS:
+                        self._end_silent()
+                    self._start_if_gone()
                 time.sleep(RETRY_SECONDS)
         except BaseException:
             self.close(stop=False)
@@ -275,17 +277,16 @@ class StoreMonitor:
             self._away_since, self.reachable_since = time.monotonic(), None
             found.append(StoreOutage(rank=None, address=self.store.address))
         if self.address is None:
+            if unanswered and time.monotonic() - self._away_since > UNANSWERED_SECONDS:
+                found += self._end_silent()
             with suppress(ShoalError, OSError):
-                found += self._revive(unanswered and time.monotonic() - self._away_since > UNANSWERED_SECONDS)
+                self._start_if_gone()
         return found
 
-    def _revive(self, silent: bool) -> list[AnyEvent]:
-        """Starts the run's own store again if it does not run, or runs and is `silent`."""
-        found = self._end_silent() if silent else []
+    def _start_if_gone(self) -> None:
         if not sqlite_client.server_running(self.folder):
             self._start_server()
             self._polled = 0.0
-        return found
 
     def _end_silent(self) -> list[AnyEvent]:
         """Ends a store that runs and does not answer, so that another one can take its place."""
