@@ -558,6 +558,25 @@ def test_a_leader_that_failed_is_given_the_part_again(tmp_path: Path, monkeypatc
     assert crew.told() == [[("SaveFailed", 1), ("CheckpointSaved", 1)], []]
 
 
+def test_a_part_that_the_leader_has_taken_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step is asked for twice. The second time comes while the leader, which has merged and removed the
+    receipts, completes the folder: nobody may write there any more."""
+    crew, real, seen = Crew(tmp_path, trained(), sliced()), directory.write_manifest, []
+
+    def asked_again(partial: Path, **how: Any) -> None:
+        files = {path.name: path.stat().st_mtime_ns for path in partial.iterdir()}
+        crew.keepers[1].save(1, {"loss": 1.0}, "t")
+        crew.keepers[1]._wait()
+        seen.append(files == {path.name: path.stat().st_mtime_ns for path in partial.iterdir()})
+        real(partial, **how)
+
+    monkeypatch.setattr(directory, "write_manifest", asked_again)
+    crew.save(1)
+    crew.wait()
+    crew.close()
+    assert seen == [True] and crew.told() == [[("CheckpointSaved", 1)], []]
+
+
 def test_a_part_that_cannot_be_written_is_told_by_the_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Crew(tmp_path, trained(), sliced())
     real = sharding.save_tensors

@@ -29,6 +29,7 @@ from pathlib import Path
 from shoal.errors import CheckpointError, InputError, RunFolderError
 from shoal.recovery.checkpoint.files import (
     FILES,
+    STATE_FILE,
     ShardWriteTask,
     Snapshot,
     StateShard,
@@ -159,9 +160,11 @@ class CheckpointDirectory:
         return self.folder / step_name(step)
 
     def has_shard(self, step: int, token: str, shard_index: int) -> bool:
-        """Whether a shard is where the leader looks for it, or the whole checkpoint is in place already."""
-        receipt = shared_folder(self.folder, step, token) / receipt_file(shard_index)
-        return receipt.exists() or _is_ours(self.folder / step_name(step))
+        """Whether a shard is where the leader looks for it, or the leader has taken it, or the checkpoint is in place.
+        In this order: the leader removes receipts when it has merged them, and renames the folder after that."""
+        shared = shared_folder(self.folder, step, token)
+        taken = (shared / receipt_file(shard_index)).exists() or (shared / STATE_FILE).exists()
+        return taken or _is_ours(self.folder / step_name(step))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
