@@ -461,15 +461,17 @@ def test_a_driver_that_cannot_begin_asks_now_and_then_and_keeps_no_claim(
     client.close()
 
 
-def test_a_store_that_cannot_be_started_again_ends_a_beginning(folder: Path) -> None:
-    monitor = StoreMonitor(folder, "run", None, LocalHost())
+def test_a_store_that_cannot_be_started_again_ends_a_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, closed = StoreMonitor(folder, "run", None, LocalHost()), []
+    usual = monitor.close
+    monkeypatch.setattr(monitor, "close", lambda **how: (closed.append(how), usual(**how)))
     monitor.claim()
     sqlite_client.kill_server(folder)
     (folder / sqlite_messages.DATABASE).unlink()
     (folder / sqlite_messages.DATABASE).mkdir()
     with pytest.raises(RunError, match="could not be started"):
         monitor.begin([WorkerId(0, 0)], resumed=False)
-    assert monitor.store._socket is None  # type: ignore[attr-defined]
+    assert monitor.store._socket is None and closed == [{"stop": False}]  # type: ignore[attr-defined]
 
 
 def test_another_takes_the_place_of_one_that_is_stopped(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """Whether a process has a core to spare: what its other threads have used of the last milliseconds.
 
-share of a core     0     0.1 ─────────── 0.75 …
-                    idle │ they share     │ they have cores of their own
-                         │ their core     │
+0 ──── idle ──── 0.1 ──── they share a core ──── 0.75 ──── they have cores of their own ──── …
 """
 
 import threading
